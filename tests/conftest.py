@@ -88,7 +88,7 @@ def shared_traces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def warm_checks(nothing_exported_for_the_next_test: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The processes in which `memfit check` imports bitsandbytes and loads a model have torch imported before."""
-    for name in ("memfit.checking.software", "memfit.checking.loading"):
+    for name in ("memfit.checking.machine", "memfit.checking.model"):
         if (module := sys.modules.get(name)) is not None:
             monkeypatch.setattr(module, "sys", SimpleNamespace(executable=warm_python(), modules=sys.modules))
 

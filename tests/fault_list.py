@@ -541,8 +541,8 @@ EXPLAINING = [
 ]
 
 _MACHINE = _in("checking/machine.py", "checking/test_check_bytes.py", "checking/test_check_machine.py")
-_ALLOC = _in("checking/software.py", "checking/test_check_bytes.py", "checking/test_check_machine.py")
-_PACKAGES = _in("checking/software.py", "checking/test_check_bytes.py", "checking/test_check_machine.py")
+_ALLOC = _in("checking/machine.py", "checking/test_check_bytes.py", "checking/test_check_machine.py")
+_PACKAGES = _in("checking/machine.py", "checking/test_check_bytes.py", "checking/test_check_machine.py")
 _CHECK_MODEL = _in("checking/model.py", "checking/test_check_bytes.py")
 
 CHECKING = [

@@ -10,8 +10,8 @@ from check_jobs import only, situation
 from packaging.requirements import Requirement
 
 from memfit.checking import machine
+from memfit.checking.machine import is_met, look
 from memfit.checking.model import checkpoint_bytes, loading_bytes, state_bytes
-from memfit.checking.software import is_met, look
 from memfit.recording.machine import GpuState
 from memfit.units import GiB
 

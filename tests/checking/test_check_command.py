@@ -16,7 +16,7 @@ from check_jobs import document
 from support.warm_python import warm_python
 
 import memfit
-from memfit.checking import loading, software
+from memfit.checking import machine, model
 from memfit.checking.situation import CheckRequest, Situation
 from memfit.cli.main import main
 from memfit.cli.options import read_workload, with_options_of
@@ -254,7 +254,7 @@ def test_weights_that_are_cut_off_fail_as_the_run_would(tmp_path: Path) -> None:
         "settings": {},
         "device": "cpu",
     }
-    assert "error" in loading.run(order)
+    assert "error" in model.run(order)
 
 
 def test_a_model_that_is_not_here_is_not_downloaded_to_be_loaded(capsys: Any) -> None:
@@ -268,9 +268,9 @@ def test_a_model_larger_than_the_machine_s_memory_is_not_loaded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     folder, count = saved_model(tmp_path)
-    monkeypatch.setattr(loading, "host_memory", lambda: {"total_bytes": count, "used_bytes": 0})
+    monkeypatch.setattr(model, "host_memory", lambda: {"total_bytes": count, "used_bytes": 0})
     work = Workload(kind="forward", model=folder, seq_len=16)
-    finding = loading.load_and_measure(Situation(CheckRequest(workload=work)))
+    finding = model.load_and_measure(Situation(CheckRequest(workload=work)))
     assert (finding.status, "of host memory are free" in finding.found) == ("failed", True)
 
 
@@ -282,9 +282,9 @@ def test_a_model_larger_than_the_machine_s_memory_is_not_loaded(
 def test_a_package_that_quantised_weights_need_is_looked_for(
     line: str, missing: str, said: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, there = software.find_spec, software.installed
-    monkeypatch.setattr(software, "find_spec", lambda name: None if name == missing else found(name))
-    monkeypatch.setattr(software, "installed", lambda name: None if name == missing else there(name))
+    found, there = machine.find_spec, machine.installed
+    monkeypatch.setattr(machine, "find_spec", lambda name: None if name == missing else found(name))
+    monkeypatch.setattr(machine, "installed", lambda name: None if name == missing else there(name))
     assert main(["check", *line.split(), "--gpu", "24GB", "--json"]) == 1
     assert any(each["status"] == "failed" and said in each["found"] for each in json_of(capsys)["checks"])
 

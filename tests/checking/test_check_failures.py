@@ -14,25 +14,14 @@ from typing import Any
 import pytest
 from check_jobs import document, factory_situation, only, rows_file, situation, words_tokenizer
 
-from memfit.checking import config as attention
-from memfit.checking import config as batch
-from memfit.checking import config as config_keys
-from memfit.checking import config as parallel
-from memfit.checking import config as precision
-from memfit.checking import config as served
-from memfit.checking import data, software
-from memfit.checking import data as calibration
-from memfit.checking import data as positions
-from memfit.checking import machine as disk
-from memfit.checking import machine as gpu_present
-from memfit.checking import model as gradient_flow
-from memfit.checking import model as trained_weights
-from memfit.checking import plan as fits
-from memfit.checking import plan as peaks
+from memfit.checking import config as config_checks
+from memfit.checking import data, machine
+from memfit.checking import model as model_checks
+from memfit.checking import plan as plan_checks
 from memfit.checking.check import check
+from memfit.checking.machine import look
 from memfit.checking.model import Flow
 from memfit.checking.situation import CheckRequest, Finding, Situation, guarded
-from memfit.checking.software import look
 from memfit.jobs.workload import Workload
 from memfit.recording.machine import GpuProcess, GpuState
 from memfit.units import GiB
@@ -43,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("shared_traces")
 def flow_of(where: Situation) -> tuple[Finding, list[Flow]]:
     """The line on gradients; the one on the loss is of another subject."""
     followed: list[Flow] = []
-    found = list(gradient_flow.check_gradients(where, followed))
+    found = list(model_checks.check_gradients(where, followed))
     return next(each for each in found if each.name == "gradient flow"), followed
 
 
@@ -60,7 +49,7 @@ def test_the_plan_is_of_the_longest_row_and_not_of_a_usual_one(tmp_path: Path) -
     rows = [{"text": "short"}] * 30 + [{"text": "long " * 60}]
     where = situation(tmp_path, gpu="24GB", **{"data.source": rows_file(tmp_path, rows), "packing": False,
                                                "max_seq_len": 400})  # fmt: skip
-    finding = only(fits.check_fit, where)
+    finding = only(plan_checks.check_fit, where)
     assert finding.details["workload"]["seq_len"] == 301  # 300 bytes and the end of the text
     assert finding.status == "ok"
 
@@ -99,13 +88,13 @@ def test_a_block_that_no_gradient_reaches_is_named(tmp_path: Path, monkeypatch: 
 
 
 def test_a_base_model_that_was_not_frozen_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    finding = only(trained_weights.check_trained_weights, factory_situation(tmp_path, "base_not_frozen", monkeypatch))
+    finding = only(model_checks.check_trained_weights, factory_situation(tmp_path, "base_not_frozen", monkeypatch))
     assert finding.status == "failed"
     assert "trained beside the adapters" in finding.found
 
 
 def test_a_model_without_a_trained_weight_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    finding = only(trained_weights.check_trained_weights, factory_situation(tmp_path, "all_frozen", monkeypatch))
+    finding = only(model_checks.check_trained_weights, factory_situation(tmp_path, "all_frozen", monkeypatch))
     assert finding.status == "failed"
     assert "no weight is trained" in finding.found
 
@@ -117,7 +106,7 @@ def test_targets_that_match_nothing_are_found_though_others_match(
     tmp_path: Path, targets: list[str], said: str
 ) -> None:
     where = situation(tmp_path, method="lora", target_modules=targets)
-    (finding,) = guarded(trained_weights.TRAINED, lambda: trained_weights.check_trained_weights(where))
+    (finding,) = guarded(model_checks.TRAINED, lambda: model_checks.check_trained_weights(where))
     assert finding.status == "failed"
     assert said in finding.found
 
@@ -127,7 +116,7 @@ def test_rank_128_on_all_linears_of_qwen_trains_323_million_weights_and_not_239(
     from memfit.jobs.training.loops import training_config
 
     where = Situation(CheckRequest(config=training_config(work, steps=1), workload=work))
-    finding = only(trained_weights.check_trained_weights, where)
+    finding = only(model_checks.check_trained_weights, where)
     assert finding.details["trained"] == 322_961_408 == 90_112 * 128 * 28
     assert (finding.status, finding.details["parameters"]) == ("ok", 7_615_616_512 + 322_961_408)
 
@@ -164,7 +153,7 @@ def test_a_device_map_is_refused_with_what_to_do_instead(tmp_path: Path, line: s
 
 
 def test_weights_in_fp16_without_a_scaler_are_found(tmp_path: Path) -> None:
-    finding = only(precision.check_precision, situation(tmp_path, method="lora", precision="fp16", gpu="RTX 4090"))
+    finding = only(config_checks.check_precision, situation(tmp_path, method="lora", precision="fp16", gpu="RTX 4090"))
     assert (finding.status, "65,504" in finding.found) == ("warning", True)
 
 
@@ -174,21 +163,21 @@ def test_a_loss_that_is_not_finite_is_found(
 ) -> None:
     changes: dict[str, Any] = {"method": "lora", "target_modules": ["q_proj"], "precision": said}
     where = factory_situation(tmp_path, "too_large_for_fp16", monkeypatch, **changes)
-    found = {each.name: each for each in gradient_flow.check_gradients(where, [])}
+    found = {each.name: each for each in model_checks.check_gradients(where, [])}
     assert (found["loss"].status, found["gradient flow"].status) == (status, status)
     assert json.dumps(found["loss"].to_json(), allow_nan=False)
 
 
 @pytest.mark.parametrize(("changes", "line", "status"), [
-    ({"precision": "bf16"}, precision.check_precision, "warning"),
-    ({"precision": "amp-fp16"}, precision.check_precision, "ok"),
-    ({"model.attention": "flash_attention_2"}, attention.check_attention, "failed"),
-    ({}, attention.check_attention, "ok"),
+    ({"precision": "bf16"}, config_checks.check_precision, "warning"),
+    ({"precision": "amp-fp16"}, config_checks.check_precision, "ok"),
+    ({"model.attention": "flash_attention_2"}, config_checks.check_attention, "failed"),
+    ({}, config_checks.check_attention, "ok"),
 ])  # fmt: skip
 def test_what_a_turing_card_lacks_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], line: Any, status: str
 ) -> None:
-    monkeypatch.setattr(attention, "find_spec", lambda name: object())  # as if flash-attn were installed
+    monkeypatch.setattr(config_checks, "find_spec", lambda name: object())  # as if flash-attn were installed
     finding = only(line, situation(tmp_path, gpu="T4", **changes))
     assert finding.status == status
     assert "7.5" in finding.found or status == "ok"
@@ -196,7 +185,7 @@ def test_what_a_turing_card_lacks_is_found(
 
 def sdpa_of(model: str, gpu: str, **settings: Any) -> Finding:
     work = Workload(kind="train", model=model, **settings)
-    return only(attention.check_attention, Situation(CheckRequest(workload=work, gpu=gpu)))
+    return only(config_checks.check_attention, Situation(CheckRequest(workload=work, gpu=gpu)))
 
 
 @pytest.mark.parametrize(("model", "gpu", "precision", "status"), [
@@ -273,7 +262,7 @@ def test_a_batch_that_is_mostly_padding_is_found(tmp_path: Path) -> None:
 
 def test_a_global_batch_of_252_instead_of_256_is_found(tmp_path: Path) -> None:
     where = situation(tmp_path, world_size=4, micro_batch_size=3, gradient_accumulation_steps=21, global_batch_size=256)
-    (finding,) = guarded(batch.BATCH, lambda: batch.check_global_batch(where))
+    (finding,) = guarded(config_checks.BATCH, lambda: config_checks.check_global_batch(where))
     assert finding.status == "failed"
     assert "is 252, not global_batch_size 256" in finding.found
     assert "1 x 64, 2 x 32, 4 x 16, 8 x 8" in str(finding.next)
@@ -283,9 +272,9 @@ def test_an_interval_in_another_section_is_read_and_said(tmp_path: Path) -> None
     text = "model: gpt2\nlogging:\n  save_interval: 77\ntraining:\n  log_interval: 5\n"
     path = tmp_path / "c.yaml"
     path.write_text(text)
-    config, keys = config_keys.load(str(path), ())
+    config, keys = config_checks.load(str(path), ())
     assert (config.saving.save_steps, config.logging.logging_steps) == (77, 5)
-    finding = only(config_keys.check_keys, Situation(CheckRequest(config=config, keys=keys)))
+    finding = only(config_checks.check_keys, Situation(CheckRequest(config=config, keys=keys)))
     assert finding.details["elsewhere"] == {"logging.save_interval": "saving.save_steps"}
     assert "logging.save_interval is read as saving.save_steps" in finding.found
 
@@ -300,8 +289,8 @@ def test_a_key_that_nobody_reads_is_found_with_what_was_meant(tmp_path: Path) ->
 def test_options_of_evaluation_that_do_nothing_here_are_said(tmp_path: Path, key: str) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(f"model: gpt2\n{key}: true\n")
-    config, keys = config_keys.load(str(path), ())
-    first, _ = config_keys.check_keys(Situation(CheckRequest(config=config, keys=keys)))
+    config, keys = config_checks.load(str(path), ())
+    first, _ = config_checks.check_keys(Situation(CheckRequest(config=config, keys=keys)))
     assert (first.status, f"{key} is of no effect" in first.found) == ("warning", True)
 
 
@@ -317,7 +306,7 @@ def in_a_process(code: str, *, first_on_path: Path) -> dict[str, Any]:
 
 SHOW = """
 import json
-from memfit.checking.software import {look}
+from memfit.checking.machine import {look}
 from memfit.checking.situation import CheckRequest, Line, Situation, guarded
 (found, *_) = guarded(Line("settings", ""), lambda: {look}(Situation(CheckRequest())))
 print(json.dumps(found.to_json()))
@@ -347,7 +336,7 @@ def test_a_peft_that_was_downgraded_to_0_4_0_is_found(tmp_path: Path) -> None:
 
 
 def test_the_packages_of_this_environment_fit_one_another() -> None:
-    assert only(software.check_packages, Situation(CheckRequest())).status == "ok"
+    assert only(machine.check_packages, Situation(CheckRequest())).status == "ok"
 
 
 # -- several processes -------------------------------------------------------------------------------------------------
@@ -357,7 +346,7 @@ def test_parameters_that_ddp_would_wait_for_are_found(tmp_path: Path, monkeypatc
     changes = {"find_unused_parameters": False, "oom_recovery": False}
     where = factory_situation(tmp_path, "with_an_unused_head", monkeypatch, world_size=2, **changes)
     _, followed = flow_of(where)
-    finding = parallel.check_unused_parameters(where, followed)
+    finding = config_checks.check_unused_parameters(where, followed)
     assert (finding.status, finding.details["tensors"]) == ("failed", ["never_called.weight"])
     assert "Expected to have finished reduction" in finding.found
 
@@ -368,7 +357,7 @@ def test_gsa_s_indexer_gets_no_gradient_and_is_passed_over(tmp_path: Path) -> No
     where = situation(tmp_path, world_size=2, model=model)
     flow, followed = flow_of(where)
     assert (flow.status, "a choice of keys has no gradient" in flow.found) == ("ok", True)
-    finding = parallel.check_unused_parameters(where, followed)
+    finding = config_checks.check_unused_parameters(where, followed)
     assert finding.status == "ok"
     assert all("indexer" in name for name in finding.details["tensors"])
 
@@ -379,7 +368,7 @@ def test_an_all_reduce_in_every_micro_step_is_found(loop: Any, status: str) -> N
 
     work = Workload(kind="train", model="gpt2", loop=loop, grad_accum=32, world_size=4)
     where = Situation(CheckRequest(config=training_config(work, steps=1), workload=work, world_size=4))
-    finding = only(parallel.check_reductions, where)
+    finding = only(config_checks.check_reductions, where)
     assert finding.status == status
     assert ("32 all-reduces" in finding.found) == (loop == "plain")
 
@@ -392,7 +381,7 @@ def test_logits_that_an_evaluation_would_gather_are_counted() -> None:
 
     work = Workload(kind="train", model="gpt2", seq_len=1024, loop="trainer")
     where = Situation(CheckRequest(config=training_config(work, steps=1), workload=work))
-    finding = only(peaks.check_evaluation, where)
+    finding = only(plan_checks.check_evaluation, where)
     assert (finding.status, finding.details["logits_bytes"]) == ("ok", 100 * 1024 * 50257 * 4)
     assert "only for compute_metrics" in finding.found and "eval_accumulation_steps" in finding.found
 
@@ -420,12 +409,12 @@ def test_another_job_on_the_card_is_found_with_its_name_and_size() -> None:
     )
     state = GpuState(index=0, uuid="GPU-x", name="NVIDIA H200", total_bytes=140 * GiB, used_bytes=21 * GiB,
                      busy_percent=None, processes=holders)  # fmt: skip
-    finding = gpu_present.of_gpu(state)
+    finding = machine.of_gpu(state)
     assert finding.status == "warning"
     assert "process 4711 (python train.py): 20.00 GiB" in finding.found
     assert "process 12 (of another container, or ended): an unknown size" in finding.found
     assert finding.next == "if they are yours and not needed: kill 4711; another GPU: CUDA_VISIBLE_DEVICES=N"
-    assert "another GPU" not in str(gpu_present.of_gpu(state, alone=True).next)
+    assert "another GPU" not in str(machine.of_gpu(state, alone=True).next)
 
 
 @pytest.mark.parametrize(("used", "held", "status"), [(0.6, 0.0, "ok"), (1.9, 1.3, "warning"), (0.9, 0.1, "ok")])
@@ -435,18 +424,18 @@ def test_a_small_process_on_a_large_card_is_found_and_the_driver_s_own_share_is_
     holder = GpuProcess(pid=7, used_bytes=int(held * GiB), name="python") if held else None
     state = GpuState(index=0, uuid="GPU-x", name="NVIDIA H200", total_bytes=140 * GiB, used_bytes=int(used * GiB),
                      busy_percent=None, processes=(holder,) if holder else ())  # fmt: skip
-    assert gpu_present.of_gpu(state).status == status
+    assert machine.of_gpu(state).status == status
 
 
 def test_a_card_that_is_held_by_nobody_that_can_be_seen_is_said() -> None:
     state = GpuState(index=0, uuid="GPU-x", name="NVIDIA H200", total_bytes=140 * GiB, used_bytes=21 * GiB,
                      busy_percent=None, processes=())  # fmt: skip
-    assert "does not say who holds the rest" in gpu_present.of_gpu(state).found
+    assert "does not say who holds the rest" in machine.of_gpu(state).found
 
 
 def test_a_disk_that_is_too_small_for_the_checkpoints_is_found(tmp_path: Path) -> None:
     where = situation(tmp_path, save_total_limit=(1 << 31) - 1)
-    finding = only(disk.check_room_for_checkpoints, where)
+    finding = only(machine.check_room_for_checkpoints, where)
     assert finding.status == "failed"
     assert finding.details["free_bytes"] < finding.details["checkpoint_bytes"] * (1 << 31)
     assert "save_total_limit:" in str(finding.next)
@@ -465,7 +454,7 @@ def test_data_that_are_all_longer_than_the_config_says_are_found(tmp_path: Path)
 
 def test_a_factory_that_makes_no_model_is_found(tmp_path: Path) -> None:
     where = situation(tmp_path, model={"name": "os:getcwd", "tokenizer": "bytes"})
-    (finding,) = guarded(trained_weights.TRAINED, partial(trained_weights.check_trained_weights, where))
+    (finding,) = guarded(model_checks.TRAINED, partial(model_checks.check_trained_weights, where))
     assert (finding.status, "returned a str" in finding.found) == ("failed", True)
 
 
@@ -504,7 +493,7 @@ def test_a_setting_that_the_engine_refuses_is_found(tmp_path: Path) -> None:
     if find_spec("wandb") is not None:
         pytest.skip("W&B is installed here")
     where = situation(tmp_path, wandb=True)
-    (finding,) = guarded(served.SERVED, lambda: served.check_served(where))
+    (finding,) = guarded(config_checks.SERVED, lambda: config_checks.check_served(where))
     assert finding.status == "failed"
 
 
@@ -512,30 +501,30 @@ def test_a_gpu_that_is_asked_for_and_not_here_is_found(tmp_path: Path) -> None:
     if Situation(CheckRequest()).here is not None:
         pytest.skip("a GPU is here")
     where = situation(tmp_path, device="cuda")
-    (finding,) = guarded(served.SERVED, lambda: served.check_served(where))
+    (finding,) = guarded(config_checks.SERVED, lambda: config_checks.check_served(where))
     assert (finding.status, finding.next) == ("warning", "device: cpu trains without one")
     elsewhere = situation(tmp_path, device="cuda", gpu="24GB")
-    assert [each.status for each in served.check_served(elsewhere)] == ["ok"]
+    assert [each.status for each in config_checks.check_served(elsewhere)] == ["ok"]
 
 
 def test_what_only_a_gpu_can_do_is_no_failure_on_a_laptop_that_checks_for_a_card(tmp_path: Path) -> None:
     laptop = situation(tmp_path, precision="amp-fp16", device="auto", gpu="T4")
     laptop.__dict__["here"] = None
-    assert [each.status for each in served.check_served(laptop)] == ["ok"]
+    assert [each.status for each in config_checks.check_served(laptop)] == ["ok"]
 
 
 def test_what_only_a_gpu_can_do_is_a_warning_on_a_laptop_that_checks_for_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    finding = only(served.check_served, situation(tmp_path, precision="amp-fp16", device="auto"))
+    finding = only(config_checks.check_served, situation(tmp_path, precision="amp-fp16", device="auto"))
     assert (finding.status, finding.found) == ("warning", "to run it here: precision amp-fp16 needs a GPU")
 
 
 def test_the_checkpoints_of_an_earlier_run_are_a_warning_with_the_way_on(tmp_path: Path) -> None:
     (tmp_path / "out" / "step_5").mkdir(parents=True)
     (tmp_path / "out" / "step_5" / "trainer_state.json").write_text("{}")
-    first, room = disk.check_room_for_checkpoints(situation(tmp_path))
+    first, room = machine.check_room_for_checkpoints(situation(tmp_path))
     assert (first.status, room.status) == ("warning", "ok")
     assert f"--resume_from {tmp_path / 'out' / 'step_5'}" in str(first.next)
 
@@ -551,7 +540,7 @@ def test_a_config_for_four_processes_is_checked_as_one_of_four(tmp_path: Path, m
 
 
 def test_weights_in_bf16_that_are_all_trained_are_said(tmp_path: Path) -> None:
-    finding = only(served.check_served, situation(tmp_path, precision="bf16"))
+    finding = only(config_checks.check_served, situation(tmp_path, precision="bf16"))
     assert (finding.status, "small updates round away" in finding.found) == ("warning", True)
 
 
@@ -563,13 +552,13 @@ def test_weights_in_bf16_that_are_all_trained_are_said(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_positions_count_where_nothing_is_trained_too(settings: dict[str, Any], status: str, said: str) -> None:
     """A table of positions ends; rotations go on, past what the model was taught."""
-    finding = only(positions.check_positions, Situation(CheckRequest(workload=Workload(**settings))))
+    finding = only(data.check_positions, Situation(CheckRequest(workload=Workload(**settings))))
     assert (finding.status, said in str(finding.next)) == (status, True)
 
 
 def calibrated_on(dataset: str, **asked: Any) -> Finding:
     where = Situation(CheckRequest(workload=Workload(kind="prune", model="gpt2", dataset=dataset), **asked))
-    (finding,) = guarded(calibration.CALIBRATION, lambda: calibration.check_calibration(where))
+    (finding,) = guarded(data.CALIBRATION, lambda: data.check_calibration(where))
     return finding
 
 
@@ -591,7 +580,7 @@ def test_text_to_calibrate_on_is_looked_for(tmp_path: Path, monkeypatch: pytest.
 
 def test_fewer_samples_than_a_global_batch_are_said(tmp_path: Path) -> None:
     rows = rows_file(tmp_path, [{"text": "x" * 9}] * 3)
-    finding = only(served.check_served, situation(tmp_path, **{"data.source": rows, "packing": False}))
+    finding = only(config_checks.check_served, situation(tmp_path, **{"data.source": rows, "packing": False}))
     assert (finding.status, "3 samples are fewer than one global batch of 4" in finding.found) == ("warning", True)
 
 
@@ -612,15 +601,15 @@ def test_data_that_nobody_named_are_not_called_fine(tmp_path: Path) -> None:
 
 def test_an_output_folder_that_is_a_file_comes_with_a_next_step(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("")
-    finding = only(disk.check_room_for_checkpoints, situation(tmp_path))
+    finding = only(machine.check_room_for_checkpoints, situation(tmp_path))
     assert (finding.status, "--output_dir" in str(finding.next)) == ("failed", True)
 
 
 def test_weights_that_fsdp2_gathers_are_no_alarm_where_the_host_has_room(tmp_path: Path) -> None:
-    finding = only(peaks.check_saving, situation(tmp_path, parallel="fsdp2", world_size=2))
+    finding = only(plan_checks.check_saving, situation(tmp_path, parallel="fsdp2", world_size=2))
     assert (finding.status, "gathers the weights" in finding.found) == ("ok", True)
 
 
 def test_a_sequence_longer_than_the_model_s_positions_is_found(tmp_path: Path) -> None:
-    finding = only(positions.check_positions, situation(tmp_path, max_seq_len=1024))
+    finding = only(data.check_positions, situation(tmp_path, max_seq_len=1024))
     assert (finding.status, finding.next) == ("failed", "max_seq_len: 512")

@@ -13,15 +13,10 @@ from check_jobs import llama_folder, only, situation
 from packaging.requirements import Requirement
 
 import memfit
-from memfit.checking import machine as gpu_present
-from memfit.checking import machine as gpu_software
-from memfit.checking import machine as host
-from memfit.checking import plan as fits
-from memfit.checking import software
+from memfit.checking import machine, plan
 from memfit.checking.check import _checks
-from memfit.checking.machine import runs_on
+from memfit.checking.machine import COMPILER, check_compiler, conflicts, is_met, look, runs_on, too_new_for
 from memfit.checking.situation import CheckRequest, Finding, Line, Situation, guarded
-from memfit.checking.software import COMPILER, check_compiler, conflicts, is_met, look, too_new_for
 from memfit.errors import UsageError
 from memfit.jobs.workload import Workload
 from memfit.recording.machine import GpuDriver, GpuState, NoNvml
@@ -53,18 +48,18 @@ def test_without_a_driver_the_lines_on_gpus_say_why_they_are_skipped(monkeypatch
     monkeypatch.setattr("memfit.checking.situation.read_gpus", nothing)
     monkeypatch.setattr("memfit.checking.situation.read_driver", nothing)
     where = Situation(CheckRequest())
-    (present,) = guarded(gpu_present.PRESENT, lambda: gpu_present.check_gpus(where))
+    (present,) = guarded(machine.PRESENT, lambda: machine.check_gpus(where))
     assert (present.status, present.found) == ("skipped", "no NVIDIA driver answers here")
-    (build,) = guarded(gpu_software.BUILD, lambda: gpu_software.check_build(where))
+    (build,) = guarded(machine.BUILD, lambda: machine.check_build(where))
     assert (build.status, build.found) == ("skipped", "no GPU is here")
-    (finding,) = guarded(gpu_software.ABILITIES, lambda: gpu_software.check_abilities(where))
+    (finding,) = guarded(machine.ABILITIES, lambda: machine.check_abilities(where))
     assert "--gpu 24GB" in finding.found
 
 
 def test_a_size_names_no_card() -> None:
     if Situation(CheckRequest()).here is not None:
         pytest.skip("a GPU is here, and its kernels count")
-    finding = only(gpu_software.check_abilities, Situation(CheckRequest(gpu="24GB")))
+    finding = only(machine.check_abilities, Situation(CheckRequest(gpu="24GB")))
     assert finding.found.startswith("a size names no card; one of compute capability")
     assert "RTX 3090" in str(finding.next)
 
@@ -75,7 +70,7 @@ def test_a_size_names_no_card() -> None:
     ("H200", "bf16 yes, flash attention yes, fp8 yes"),
 ])  # fmt: skip
 def test_a_card_is_told_by_what_it_can_do(card: str, words: str) -> None:
-    assert words in only(gpu_software.check_abilities, Situation(CheckRequest(gpu=card))).found
+    assert words in only(machine.check_abilities, Situation(CheckRequest(gpu=card))).found
 
 
 # -- allocator ---------------------------------------------------------------------------------------------------------
@@ -183,14 +178,14 @@ def test_collection_without_a_limit_is_said() -> None:
 
 
 def test_the_environment_of_the_start_is_the_process_s_own() -> None:
-    assert (software.started_with() or dict(os.environ))["PATH"] == os.environ["PATH"]
+    assert (machine.started_with() or dict(os.environ))["PATH"] == os.environ["PATH"]
 
 
 def test_variables_without_effect_on_the_gpu_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
-    finding = only(software.check_variables, Situation(CheckRequest()))
+    finding = only(machine.check_variables, Situation(CheckRequest()))
     assert finding.found == "TOKENIZERS_PARALLELISM=false: threads of the host; no effect on GPU memory"
 
 
@@ -208,7 +203,7 @@ def test_a_requirement_is_met_or_not(line: str, have: str, unmet: bool) -> None:
 
 def test_only_what_a_training_here_needs_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [f'peft>=9; extra == "{extra}"' for extra in ("torch", "quality")] + ["peft>=9; python_version < '3.9'"]
-    monkeypatch.setattr("memfit.checking.software.requires", lambda who: lines if who != "memfit" else [])
+    monkeypatch.setattr("memfit.checking.machine.requires", lambda who: lines if who != "memfit" else [])
     assert [who for who, _, _ in conflicts({"transformers": "5", "peft": "1"})] == ["transformers"]
 
 
@@ -221,24 +216,24 @@ def test_a_local_part_of_a_version_does_not_count() -> None:
 
 
 def test_data_workers_that_need_more_shared_memory_than_there_is_are_found(tmp_path: Path) -> None:
-    if not host.SHM.is_dir():
+    if not machine.SHM.is_dir():
         pytest.skip("no /dev/shm on this system")
     many = situation(tmp_path, num_workers=1024, max_seq_len=1 << 24, micro_batch_size=1, global_batch_size=1 << 14)
-    finding = only(host.check_shared_memory, many)
+    finding = only(machine.check_shared_memory, many)
     assert (finding.status, "--shm-size" in str(finding.next)) == ("failed", True)
-    assert only(host.check_shared_memory, situation(tmp_path)).status == "ok"
+    assert only(machine.check_shared_memory, situation(tmp_path)).status == "ok"
 
 
 def test_a_model_that_the_host_cannot_hold_while_it_loads_is_found(tmp_path: Path) -> None:
     wide = {"hidden_size": 1 << 16, "intermediate_size": 1 << 18, "num_hidden_layers": 32, "num_attention_heads": 2}
     model = {"tokenizer": "bytes", "from_scratch": True, "settings": wide}
-    finding = only(host.check_host_memory, situation(tmp_path, model={**model, "name": llama_folder(tmp_path)}))
+    finding = only(machine.check_host_memory, situation(tmp_path, model={**model, "name": llama_folder(tmp_path)}))
     assert (finding.status, "for weights while they load" in finding.found) == ("failed", True)
-    assert only(host.check_host_memory, situation(tmp_path)).status == "ok"
+    assert only(machine.check_host_memory, situation(tmp_path)).status == "ok"
 
 
 def test_what_is_offloaded_counts_as_memory_of_the_host(tmp_path: Path) -> None:
-    finding = only(host.check_host_memory, situation(tmp_path, method="lora", offload=["optimizer"], gpu="24GB"))
+    finding = only(machine.check_host_memory, situation(tmp_path, method="lora", offload=["optimizer"], gpu="24GB"))
     assert {"weights and gradients for the optimizer", "the optimizer's state"} <= set(finding.details["needed_bytes"])
 
 
@@ -306,35 +301,35 @@ def test_only_gpus_that_torch_would_see_count(three_gpus: pytest.MonkeyPatch, sh
 def test_what_hides_every_gpu_is_found_as_cuda_reads_it(three_gpus: pytest.MonkeyPatch, shown: str) -> None:
     """As far as the first name that is no GPU: torch on an H200 sees none under 7,0."""
     three_gpus.setenv("CUDA_VISIBLE_DEVICES", shown)
-    finding = only(gpu_present.check_gpus, Situation(CheckRequest()))
+    finding = only(machine.check_gpus, Situation(CheckRequest()))
     assert (finding.status, finding.next) == ("failed", "unset CUDA_VISIBLE_DEVICES")
 
 
 def test_names_after_a_wrong_one_are_not_read(three_gpus: pytest.MonkeyPatch) -> None:
     three_gpus.setenv("CUDA_VISIBLE_DEVICES", "2,7,0")
-    assert only(gpu_present.check_gpus, Situation(CheckRequest())).details["gpus"] == 1
+    assert only(machine.check_gpus, Situation(CheckRequest())).details["gpus"] == 1
 
 
 def test_a_size_says_nothing_of_kernels_which_are_those_of_the_gpu_that_is_here(three_gpus: pytest.MonkeyPatch) -> None:
     where = Situation(CheckRequest(gpu="24GB"))
     assert where.named is not None
     assert (where.named.arch, where.named.capacity_bytes < 24 * GiB) == ((9, 0), True)
-    assert "compute capability 9.0" in only(gpu_software.check_abilities, where).found
+    assert "compute capability 9.0" in only(machine.check_abilities, where).found
     assert Situation(CheckRequest(gpu="T4")).card.arch == (7, 5)
 
 
 def test_a_limit_on_the_process_is_what_a_job_has_to_fit_into(three_gpus: pytest.MonkeyPatch) -> None:
     three_gpus.setenv("PYTORCH_CUDA_ALLOC_CONF", "per_process_memory_fraction:0.002")
     work = Workload(kind="forward", model="gpt2", seq_len=64, precision="fp32")
-    finding = only(fits.check_fit, Situation(CheckRequest(workload=work)))
+    finding = only(plan.check_fit, Situation(CheckRequest(workload=work)))
     assert (finding.status, "what per_process_memory_fraction allows of" in finding.found) == ("failed", True)
     three_gpus.setenv("PYTORCH_CUDA_ALLOC_CONF", "per_process_memory_fraction:0.5")
-    assert only(fits.check_fit, Situation(CheckRequest(workload=work))).status == "ok"
+    assert only(plan.check_fit, Situation(CheckRequest(workload=work))).status == "ok"
 
 
 def test_more_processes_than_gpus_are_found(three_gpus: pytest.MonkeyPatch) -> None:
     three_gpus.setenv("CUDA_VISIBLE_DEVICES", "0,2")
-    finding = only(gpu_present.check_gpus, Situation(CheckRequest(world_size=4)))
+    finding = only(machine.check_gpus, Situation(CheckRequest(world_size=4)))
     assert (finding.status, finding.next) == ("failed", "torchrun --nproc_per_node=2")
     assert "CUDA_VISIBLE_DEVICES=0,2" in finding.found
 
@@ -342,7 +337,7 @@ def test_more_processes_than_gpus_are_found(three_gpus: pytest.MonkeyPatch) -> N
 def test_a_job_is_planned_on_what_others_leave_free(three_gpus: pytest.MonkeyPatch) -> None:
     three_gpus.setenv("CUDA_VISIBLE_DEVICES", "1")
     work = Workload(kind="forward", model="gpt2", batch_size=64, seq_len=1024, precision="fp32")
-    finding = only(fits.check_fit, Situation(CheckRequest(workload=work)))
+    finding = only(plan.check_fit, Situation(CheckRequest(workload=work)))
     assert (finding.status, finding.details["card"]["capacity_bytes"]) == ("failed", 5 * GiB)
     assert "what is free of the H200 here" in finding.found
 
@@ -385,16 +380,16 @@ def test_a_compiled_job_is_planned_by_the_torch_that_is_here() -> None:
 def test_what_compiled_code_needs_is_looked_for_here_too(
     triton: bool, gcc: str | None, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = software.installed
-    monkeypatch.setattr(software, "find_spec", lambda _: triton or None)
-    monkeypatch.setattr(software, "installed", lambda name: "3.9" if name == "triton" else known(name))
-    monkeypatch.setattr(software.shutil, "which", lambda _: gcc)
+    known = machine.installed
+    monkeypatch.setattr(machine, "find_spec", lambda _: triton or None)
+    monkeypatch.setattr(machine, "installed", lambda name: "3.9" if name == "triton" else known(name))
+    monkeypatch.setattr(machine.shutil, "which", lambda _: gcc)
     found = _compiler("H100")
     assert found.status == "ok" and said in found.found
 
 
 def test_without_triton_compiled_code_does_not_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memfit.checking.software.find_spec", lambda _: None)
+    monkeypatch.setattr("memfit.checking.machine.find_spec", lambda _: None)
     monkeypatch.setattr(Situation, "runs_here", True)
     found = _compiler("H100")
     assert (found.status, "triton" in found.found) == ("failed", True)

@@ -12,9 +12,7 @@ import yaml
 from check_jobs import LLAMA, document, only, rows_file, situation, words_tokenizer
 
 import memfit
-from memfit.checking import data
-from memfit.checking import data as tokenizer
-from memfit.checking import machine as disk
+from memfit.checking import data, machine
 from memfit.checking.situation import Finding, Situation, guarded
 
 
@@ -25,12 +23,12 @@ def failures(folder: Path, model: Any, **changes: Any) -> list[Finding]:
 
 
 def of_weights(where: Situation) -> Finding:
-    (finding,) = guarded(disk.WEIGHTS, lambda: disk.check_weights_here(where))
+    (finding,) = guarded(machine.WEIGHTS, lambda: machine.check_weights_here(where))
     return finding
 
 
 def of_tokenizer(where: Situation) -> Finding:
-    (finding,) = guarded(tokenizer.TOKENIZER, lambda: tokenizer.check_tokenizer(where))
+    (finding,) = guarded(data.TOKENIZER, lambda: data.check_tokenizer(where))
     return finding
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from check_jobs import document, only, situation
 
-from memfit.checking import config as resuming
+from memfit.checking import config
 from memfit.checking.situation import Finding, guarded
 from memfit.errors import InputError
 from memfit.jobs.training.run import train
@@ -33,7 +33,7 @@ def copied(run_folder: Path, tmp_path: Path) -> Path:
 
 def resumed(folder: Path, place: Path | str, **changes: Any) -> Finding:
     where = situation(folder, **{"method": "lora", "resume_from": str(place), **changes})
-    (finding,) = guarded(resuming.RESUME, lambda: resuming.check_resume(where))
+    (finding,) = guarded(config.RESUME, lambda: config.check_resume(where))
     return finding
 
 
@@ -68,7 +68,7 @@ def test_data_that_begin_anew_are_said(run_folder: Path, tmp_path: Path) -> None
 
 def test_another_number_of_processes_draws_other_random_numbers(run_folder: Path) -> None:
     where = situation(run_folder, world_size=2, method="lora", resume_from=str(run_folder / "out" / "step_2"))
-    finding = only(resuming.check_resume, where)
+    finding = only(config.check_resume, where)
     assert (finding.status, "random numbers of 1 process, and 2 processes" in finding.found) == ("warning", True)
     assert finding.next == "the very same run goes on with --nproc_per_node=1"
 

@@ -90,14 +90,14 @@ def test_the_document_says_that_it_is_an_estimate_and_by_what() -> None:
 def test_an_operation_that_was_counted_before_is_not_counted_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from memfit.fitting import step_cost
+    from memfit.fitting import durations
 
     monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path))
-    step_cost._step_cost.cache_clear()
-    first = step_cost.step_cost(tiny())
-    step_cost._step_cost.cache_clear()
-    monkeypatch.setattr(step_cost, "_counted_cost", lambda work: pytest.fail("counted again"))
-    assert step_cost.step_cost(tiny()) == first
+    durations._step_cost.cache_clear()
+    first = durations.step_cost(tiny())
+    durations._step_cost.cache_clear()
+    monkeypatch.setattr(durations, "_counted_cost", lambda work: pytest.fail("counted again"))
+    assert durations.step_cost(tiny()) == first
 
 
 # -- in the commands ---------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from support.quick import quick
 from support.rotary import ROTARY_TABLES_ARE_A_PRODUCT
 
 from memfit.events import OpCost
-from memfit.fitting import step_cost as pruning_cost
+from memfit.fitting import durations
 from memfit.fitting.durations import (
     PHASE,
     Ops,
@@ -148,9 +148,9 @@ def test_a_generation_told_from_its_first_tokens_costs_what_all_tokens_cost() ->
 def test_pruning_told_from_few_blocks_and_micro_batches_costs_what_all_of_them_cost() -> None:
     work = workload(kind="prune", nsamples=70, seq_len=512)
 
-    counted, windows = pruning_cost._count_pruning(work, None, few=1000)
+    counted, windows = durations._count_pruning(work, None, few=1000)
 
-    assert work.nsamples / windows > pruning_cost.FEW_MICRO_BATCHES + 1
+    assert work.nsamples / windows > durations.FEW_MICRO_BATCHES + 1
     assert totals(step_cost(work)) == totals_of(counted)
 
 

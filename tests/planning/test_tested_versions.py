@@ -73,7 +73,7 @@ print(json.dumps(memfit.predict(kind="forward", model="gpt2", seq_len=16, trace_
 """
 CHECK = """
 import json
-from memfit.checking.software import check_packages
+from memfit.checking.machine import check_packages
 from memfit.checking.situation import CheckRequest, Situation
 print(json.dumps([each.to_json() for each in check_packages(Situation(CheckRequest()))]))
 """

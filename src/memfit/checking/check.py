@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from memfit.checking import config as job_settings
-from memfit.checking import data, loading, machine, model, plan, software
+from memfit.checking import data, machine, model, plan
 from memfit.checking.model import Flow
 from memfit.checking.situation import CheckRequest, Finding, Line, Situation, Status, guarded
 from memfit.errors import UsageError
@@ -87,7 +87,7 @@ def check(
     if work is not None:
         resolve(work.model)
     environment = dict(os.environ)
-    with software.without_malformed():
+    with machine.without_malformed():
         asked, wrong = _asked(work, config, tuple(sets), gpu, world_size, load)
         situation, found = Situation(asked, environment), [] if wrong is None else [wrong]
         for name, look, line in _checks(asked):
@@ -165,14 +165,14 @@ def _checks(asked: CheckRequest) -> Iterator[tuple[str, Look, Line]]:
     yield "asking who holds them", machine.check_free_memory, machine.FREE
     yield "driver and torch", machine.check_build, machine.BUILD
     yield "what the card can do", machine.check_abilities, machine.ABILITIES
-    yield "settings of the allocator", software.check_allocator_settings, software.SETTINGS
-    yield "environment", software.check_variables, software.ENVIRONMENT
-    yield "packages", software.check_packages, software.SET
-    yield "bitsandbytes", software.check_bitsandbytes, software.LOADS
+    yield "settings of the allocator", machine.check_allocator_settings, machine.SETTINGS
+    yield "environment", machine.check_variables, machine.ENVIRONMENT
+    yield "packages", machine.check_packages, machine.SET
+    yield "bitsandbytes", machine.check_bitsandbytes, machine.LOADS
     if asked.job is not None and asked.job.is_quantised and asked.job.quantised_by != "bitsandbytes":
-        yield "packages of quantised weights", software.check_weights, software.WEIGHTS
+        yield "packages of quantised weights", machine.check_quantised, machine.QUANTISED
     if asked.workload is not None and asked.workload.is_compiled:
-        yield "torch.compile", software.check_compiler, software.COMPILER
+        yield "torch.compile", machine.check_compiler, machine.COMPILER
     if from_file:
         yield "keys of the config", job_settings.check_keys, job_settings.KEYS
     if of_job:
@@ -188,7 +188,7 @@ def _checks(asked: CheckRequest) -> Iterator[tuple[str, Look, Line]]:
     if asked.world_size > 1 or (asked.config is not None and asked.config.workload.offload):
         yield "locked memory", machine.check_locked_memory, machine.LOCKED
     if of_job and asked.load:
-        yield "loading the model", loading.load_and_measure, loading.LOADED
+        yield "loading the model", model.load_and_measure, model.LOADED
     if of_job:
         yield "planning", plan.check_fit, plan.FITS
         yield "planning", job_settings.check_attention, job_settings.ATTENTION
