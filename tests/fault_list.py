@@ -421,48 +421,43 @@ FITTING = [
     _FORECAST("one micro-step is looked at", "MICRO_STEPS = 2\n", "MICRO_STEPS = 1\n"),
 ]
 
-_ACCOUNT = _in(
-    "explaining/account.py",
-    "explaining/test_explain_boundaries.py",
-    "explaining/test_explain_tensors.py",
-    "explaining/test_explain_answers.py",
-)
 _CAUSE = _in("explaining/cause.py", "explaining/test_explain_boundaries.py", "explaining/test_explain_answers.py")
+_MESSAGE = _in("explaining/message.py", "explaining/test_explain_tensors.py")
 _FIXES = _in("explaining/fixes.py", "explaining/test_explain_boundaries.py", "explaining/test_explain_answers.py")
 _TENSOR = _in("explaining/tensor.py", "explaining/test_explain_boundaries.py", "explaining/test_explain_tensors.py")
 _PLACE = _in("explaining/place.py", "explaining/test_explain_boundaries.py", "explaining/test_explain_as_pasted.py")
 
 EXPLAINING = [
-    _ACCOUNT("a free piece of exactly the size is too small", "if hole >= asked:", "if hole > asked:"),
-    _ACCOUNT("cached of exactly the size is too little", "if cached < asked:", "if cached <= asked:"),
-    _ACCOUNT(
+    _CAUSE("a free piece of exactly the size is too small", "if hole >= asked:", "if hole > asked:"),
+    _CAUSE("cached of exactly the size is too little", "if cached < asked:", "if cached <= asked:"),
+    _CAUSE(
         "the tolerance of what was cached is dropped",
         "if cached + _tolerance(oom) < asked[0][0]:",
         "if cached < asked[0][0]:",
     ),
-    _ACCOUNT(
+    _CAUSE(
         "expandable segments leave pieces",
         '        return Fragmentation("no", f"{pieces}; but expandable segments were on already")\n',
         "        pass\n",
     ),
-    _ACCOUNT(
+    _CAUSE(
         "a rest below the tolerance adds up",
         "if self.rest_bytes >= -self.tolerance_bytes else",
         "if self.rest_bytes >= self.tolerance_bytes else",
     ),
-    _ACCOUNT(
+    _CAUSE(
         "a process with 3 GiB beside torch is another one",
         "0 <= use.used.high - held <= MOST_OUTSIDE",
         "0 <= use.used.high - held < 0",
     ),
-    _ACCOUNT("a process below what torch holds is this one", "0 <= use.used.high - held <=", "use.used.high - held <="),
-    _ACCOUNT("two bare contexts are enough", "ALIKE, SEVERAL = 0.15, 3", "ALIKE, SEVERAL = 0.15, 2"),
-    _ACCOUNT(
+    _CAUSE("a process below what torch holds is this one", "0 <= use.used.high - held <=", "use.used.high - held <="),
+    _CAUSE("two bare contexts are enough", "ALIKE, SEVERAL = 0.15, 3", "ALIKE, SEVERAL = 0.15, 2"),
+    _CAUSE(
         "cached of old messages is not a difference",
         "return oom.reserved.middle - oom.allocated.middle",
         "return oom.reserved.middle",
     ),
-    _ACCOUNT(
+    _MESSAGE(
         "a segment of 20 MiB stands for its own size",
         "return ((MiB + 1, 10 * MiB - 1), (18 * MiB + 1, LARGE_SEGMENT))",
         "return ((18 * MiB + 1, LARGE_SEGMENT),)",

@@ -9,15 +9,13 @@ import pytest
 from test_explain_answers import message, told, traps
 from test_explain_tensors import of
 
-from memfit.explaining.account import Account, RecordedRequest, fragmentation_of
-from memfit.explaining.cause import cause_of
+from memfit.explaining.cause import Account, RecordedRequest, cause_of, fragmentation_of
 from memfit.explaining.clues import Clues
-from memfit.explaining.dimensions import Factor, fingerprints_of, preset_dimensions
 from memfit.explaining.explain import explain
 from memfit.explaining.fixes import _fixes_for_fragmentation
 from memfit.explaining.message import Oom, Size
 from memfit.explaining.place import CodeFrame, place_from
-from memfit.explaining.tensor import Reading, Readings, _able
+from memfit.explaining.tensor import Factor, Reading, Readings, _able, fingerprints_of, preset_dimensions
 from memfit.units import GiB, MiB
 
 DATA = Path(__file__).parents[1] / "data"

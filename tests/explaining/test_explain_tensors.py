@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from memfit.explaining.account import exact_interval, segment_intervals
-from memfit.explaining.dimensions import Dimensions, dimensions_in_text, dimensions_of_model, preset_dimensions
 from memfit.explaining.explain import explain
-from memfit.explaining.message import parse_size
-from memfit.explaining.tensor import Reading, Readings, RunClues, readings
+from memfit.explaining.message import exact_interval, parse_size, segment_intervals
+from memfit.explaining.tensor import (
+    Dimensions,
+    Reading,
+    Readings,
+    RunClues,
+    dimensions_in_text,
+    dimensions_of_model,
+    preset_dimensions,
+    readings,
+)
 from memfit.units import GiB, MiB
 
 

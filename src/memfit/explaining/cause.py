@@ -1,18 +1,317 @@
-"""What happened, in one sentence, decided by the numbers alone.
+"""The numbers of a message, added up, and what happened by them, in one sentence.
 
-Each rule looks at one thing and speaks up or stays silent; the first that speaks is the answer.
+    capacity = allocated + cached + outside torch + other processes + free + rest
+
+The rest is what the driver keeps, or what a process holds that is not listed. Every number was printed with two
+decimals, so sums have a tolerance; a rest below it means that the message is not what it seems, and the traps say so.
+
+Fragmentation had a part in it only with evidence: enough was cached, expandable segments were off, and a snapshot shows
+that the largest free piece was too small. The text of a message never has that: there the answer is `no` or `cannot
+tell`.
+
+What happened is decided by the numbers alone: each rule looks at one thing and speaks up or stays silent; the first
+that speaks is the answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from memfit.explaining.account import Account, Fragmentation, RecordedRequest, fragmentation_of, size_text
 from memfit.explaining.clues import Clues
-from memfit.explaining.message import NAME_ONLY, Oom, Size
-from memfit.units import GiB, format_bytes
+from memfit.explaining.message import NAME_ONLY, Oom, ProcessUse, Size, request_intervals
+from memfit.units import GiB, MiB, format_bytes
+
+MOST_OUTSIDE = 3 * GiB
+"""Context, libraries and NCCL of one process: a process that holds more than that beside the tensors is another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class AccountRow:
+    name: str
+    nbytes: int
+    says: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Account:
+    """None is a number that the message does not give."""
+
+    whole_bytes: int | None = None
+    free_bytes: int | None = None
+    allocated_bytes: int | None = None
+    cached_bytes: int | None = None
+    pools_bytes: int = 0
+    """Free in private pools; the message counts it as allocated."""
+    beside_bytes: int | None = None
+    """Of MPS: of this process, beside torch."""
+    own_bytes: int | None = None
+    """By this process, with what lies outside torch."""
+    own_by_size: int | None = None
+    """The number of the process that is this one by its size alone, where the message does not say which it is."""
+    others: tuple[ProcessUse, ...] = ()
+    tolerance_bytes: int = 0
+
+    @property
+    def held_bytes(self) -> int | None:
+        """By torch in this process."""
+        return _sum(self.allocated_bytes, self.cached_bytes)
+
+    @property
+    def others_bytes(self) -> int:
+        return sum(use.used.middle for use in self.others if use.used)
+
+    @property
+    def other_pids(self) -> tuple[int, ...]:
+        return tuple(use.pid for use in self.others if use.pid is not None)
+
+    @property
+    def outside_bytes(self) -> int | None:
+        """Of this process, not by torch: the context and libraries."""
+        return self.beside_bytes if self.beside_bytes is not None else _sum(self.own_bytes, _minus(self.held_bytes))
+
+    @property
+    def rest_bytes(self) -> int | None:
+        """What is left over when everything is counted; below 0 something is counted twice."""
+        return _sum(self.whole_bytes, _minus(self.free_bytes), _minus(self.own_bytes), -self.others_bytes)
+
+    @property
+    def not_told_apart_bytes(self) -> int | None:
+        """Where the message does not tell what this process holds: all that it does not name."""
+        if self.own_bytes is not None:
+            return None
+        named = self.others_bytes + (self.cached_bytes or 0)
+        return _sum(self.whole_bytes, _minus(self.free_bytes), _minus(self.allocated_bytes), -named)
+
+    @property
+    def reachable_bytes(self) -> int | None:
+        """What this process could have if the others stay: what it has and what is free."""
+        return _sum(self.free_bytes, self.own_bytes)
+
+    def rows(self) -> Iterator[AccountRow]:
+        if self.allocated_bytes is not None:
+            yield AccountRow("allocated", self.allocated_bytes - self.pools_bytes, "live tensors of this process")
+        if self.pools_bytes:
+            yield AccountRow("private pools", self.pools_bytes, "free, but kept for CUDA graphs")
+        if self.cached_bytes is not None:
+            yield AccountRow("cached", self.cached_bytes, "held by torch, in pieces between live tensors")
+        if self.outside_bytes is not None:
+            what = ": CUDA context, libraries, NCCL" if self.beside_bytes is None else ""
+            yield AccountRow("outside torch", self.outside_bytes, f"of this process{what}")
+        if self.others_bytes:
+            yield AccountRow("other processes", self.others_bytes, "on the same GPU")
+        if self.not_told_apart_bytes is not None:
+            said = "CUDA context, libraries, and processes that are not listed"
+            cached = "" if self.cached_bytes is not None else "cached memory, "
+            yield AccountRow("not told apart" if cached else "outside torch", self.not_told_apart_bytes, cached + said)
+        if self.free_bytes is not None:
+            yield AccountRow("free", self.free_bytes, "what the driver had left")
+        if self.rest_bytes is not None:
+            said = "kept by the driver, or rounding" if self.rest_bytes >= -self.tolerance_bytes else "does not add up"
+            yield AccountRow("rest", self.rest_bytes, said)
+
+
+def account_of(oom: Oom) -> Account:
+    allocated, cached = _middle(oom.allocated), _cached(oom)
+    own, others = _processes(oom, _sum(allocated, cached))
+    printed = (oom.capacity, oom.free, oom.allocated, oom.unallocated or oom.reserved)
+    return Account(
+        whole_bytes=_whole(oom),
+        free_bytes=_middle(oom.free),
+        allocated_bytes=allocated,
+        cached_bytes=cached,
+        pools_bytes=_middle(oom.private_pools) or 0,
+        beside_bytes=_middle(oom.other_allocations),
+        own_bytes=_middle(own.used) if own else None,
+        own_by_size=own.pid if own else None,
+        others=others,
+        tolerance_bytes=sum(size.tolerance for size in (*printed, *(use.used for use in oom.processes)) if size),
+    )
+
+
+def _whole(oom: Oom) -> int | None:
+    """Where more is free than the card has, the two are not of the same memory, and nothing adds up to either."""
+    shared = oom.capacity is not None and oom.free is not None and oom.free.low > oom.capacity.high
+    return None if shared else _middle(oom.capacity)
+
+
+def _cached(oom: Oom) -> int | None:
+    if oom.unallocated is not None:
+        return oom.unallocated.middle
+    if oom.reserved is None or oom.allocated is None:
+        return None
+    if oom.reserved.middle < oom.allocated.middle:  # before 1.4 "cached" was what is beyond the allocated
+        return oom.reserved.middle
+    return oom.reserved.middle - oom.allocated.middle
+
+
+def _processes(oom: Oom, held: int | None) -> tuple[ProcessUse | None, tuple[ProcessUse, ...]]:
+    """The process that failed, and the others. In a container the driver knows it by another number: then it is the
+    one that holds what torch holds and a little more."""
+    own = next((use for use in oom.processes if use.pid is None), None)
+    others = tuple(use for use in oom.processes if use.pid is not None)
+    if own is not None or held is None:
+        return own, others
+    alike = [(use.used.middle, use) for use in others if use.used and 0 <= use.used.high - held <= MOST_OUTSIDE]
+    found = min(alike, key=lambda each: each[0])[1] if alike else None
+    return found, tuple(use for use in others if use is not found)
+
+
+def _sum(*parts: int | None) -> int | None:
+    known = [part for part in parts if part is not None]
+    return sum(known) if len(known) == len(parts) else None
+
+
+def _minus(part: int | None) -> int | None:
+    return None if part is None else -part
+
+
+def _middle(size: Size | None) -> int | None:
+    return None if size is None else size.middle
+
+
+def size_text(size: Size | None) -> str:
+    return "n/a" if size is None else size.text
+
+
+Answer = Literal["yes", "no", "cannot tell"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fragmentation:
+    verdict: Answer
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRequest:
+    """What a snapshot shows of the failed request."""
+
+    requested_bytes: int
+    cached_bytes: int | None
+    largest_hole_bytes: int | None
+    expandable: bool
+
+
+def fragmentation_of(
+    oom: Oom, account: Account, recorded: RecordedRequest | None = None, *, expandable: bool = False
+) -> Fragmentation:
+    """`expandable`: the text tells that expandable segments are on."""
+    if recorded is not None and recorded.cached_bytes is not None:
+        return _by_record(recorded, recorded.cached_bytes)
+    cached, asked = account.cached_bytes, request_intervals(oom)
+    if cached is None or not asked:
+        return Fragmentation("cannot tell", "what was cached, or what was asked for, is not in the text")
+    if cached + _tolerance(oom) < asked[0][0]:
+        little = f"only {format_bytes(cached)} was cached, less than was asked for"
+        return Fragmentation("no", little if cached else "nothing was cached")
+    if expandable:
+        return Fragmentation("no", "expandable segments are on, which do not leave memory in pieces")
+    said = f"{format_bytes(cached)} was cached, enough in sum; how large its largest piece was only a snapshot shows"
+    return Fragmentation("cannot tell", said)
+
+
+def _tolerance(oom: Oom) -> int:
+    """Of what was cached, as it was printed: one number, or in old forms the difference of two."""
+    printed = (oom.unallocated,) if oom.unallocated else (oom.reserved, oom.allocated)
+    return sum(size.tolerance for size in printed if size)
+
+
+def _by_record(recorded: RecordedRequest, cached: int) -> Fragmentation:
+    hole, asked = recorded.largest_hole_bytes, recorded.requested_bytes
+    if cached < asked:
+        said = f"only {format_bytes(cached)} was cached, less than the {format_bytes(asked)} asked for"
+        return Fragmentation("no", said)
+    if hole is None:
+        return Fragmentation("cannot tell", "the snapshot does not show the free pieces")
+    if hole >= asked:
+        return Fragmentation("no", f"a free piece of {format_bytes(hole)} was there, in another pool or stream")
+    pieces = f"{format_bytes(cached)} was cached, but its largest piece had {format_bytes(hole)}"
+    if recorded.expandable:
+        return Fragmentation("no", f"{pieces}; but expandable segments were on already")
+    return Fragmentation("yes", f"{pieces}, and {format_bytes(asked)} was asked for")
+
+
+BARE_CONTEXT = (150 * MiB, 2560 * MiB)
+"""A process that has only started CUDA and perhaps NCCL."""
+ALIKE, SEVERAL = 0.15, 3
+ONE_BLOCK_OF_INTEL = 4 * GiB
+
+
+@dataclass(frozen=True, slots=True)
+class Trap:
+    kind: str
+    text: str
+
+
+def traps_of(oom: Oom, account: Account, clues: Clues) -> list[Trap]:
+    of_numbers = (*_of_processes(oom, account), *_of_sums(account), *_of_the_card(oom), *_of_the_request(oom))
+    return [Trap(kind, text) for kind, text in (*of_numbers, *_of_the_text(clues))]
+
+
+def _of_processes(oom: Oom, account: Account) -> Iterator[tuple[str, str]]:
+    if account.own_by_size is not None:
+        said = f"process {account.own_by_size} holds what this one should: it most likely is this one, under the number"
+        yield "own-process-by-size", f"{said} that it has outside the container"
+    unknown = [use for use in oom.processes if use.used is None]
+    if unknown:
+        who = "this process" if unknown[0].pid is None else f"process {unknown[0].pid}"
+        yield "process-size-unknown", f"what {who} holds is n/a: the driver does not tell it (WSL and some others)"
+    if not oom.processes and oom.form in ("cuda", "hip") and oom.capacity and oom.unallocated:
+        said = "no process is listed (Windows, a virtual GPU, or no NVML): who else is there is not known"
+        yield "no-processes", said
+    yield from _bare_contexts(account)
+
+
+def _bare_contexts(account: Account) -> Iterator[tuple[str, str]]:
+    low, high = BARE_CONTEXT
+    sizes = [use.used.middle for use in account.others if use.used and low <= use.used.middle <= high]
+    if len(sizes) >= SEVERAL and max(sizes) - min(sizes) <= ALIKE * max(sizes):
+        said = f"{len(sizes)} other processes hold about {format_bytes(sizes[0])} each, the size of a bare CUDA context"
+        cure = "then call torch.cuda.set_device(local_rank) before anything else"
+        yield "ranks-on-one-card", f"{said}: if they are ranks of this job, they started CUDA on the wrong card; {cure}"
+
+
+def _of_sums(account: Account) -> Iterator[tuple[str, str]]:
+    whole, allocated, slack = account.whole_bytes, account.allocated_bytes, account.tolerance_bytes
+    rest, outside = account.rest_bytes, account.outside_bytes
+    if whole is not None and allocated is not None and allocated > whole + slack:
+        said = f"{format_bytes(allocated)} is allocated on a card of {format_bytes(whole)}"
+        yield "spilled", f"{said}: Windows has moved the rest to system memory, which is slow"
+        return
+    if rest is not None and rest < -slack:
+        said = f"the parts are {format_bytes(-rest)} more than the card has"
+        yield "does-not-add-up", f"{said}: a process is counted twice, or memory came free while the message was made"
+    if outside is not None and outside < -slack:
+        yield "does-not-add-up", "this process holds less than torch has reserved: part of it is not on the card"
+
+
+def _of_the_card(oom: Oom) -> Iterator[tuple[str, str]]:
+    if oom.capacity is not None and oom.free is not None and oom.free.low > oom.capacity.high:
+        said = f"{oom.free.text} was free on a card of {oom.capacity.text}"
+        yield "shared-memory", f"{said}: a GPU that shares the machine's memory, counted in two ways by its driver"
+    if oom.form == "xpu" and oom.requested is not None and oom.requested.high >= ONE_BLOCK_OF_INTEL:
+        yield "block-limit", f"many Intel GPUs give no single block of {format_bytes(ONE_BLOCK_OF_INTEL)} or more"
+
+
+def _of_the_request(oom: Oom) -> Iterator[tuple[str, str]]:
+    if oom.requested is None or oom.form == "snapshot":
+        return
+    if len(request_intervals(oom)) > 1:
+        yield "segment", f"{oom.requested.text} is the segment that small requests share, not the size of the tensor"
+    if oom.free is not None and oom.free.low >= oom.requested.high and oom.allowed is None:
+        said = f"{oom.free.text} was free, more than was asked for"
+        yield "free-but-refused", f"{said}: a limit is in the way that the message does not name"
+
+
+def _of_the_text(clues: Clues) -> Iterator[tuple[str, str]]:
+    if clues.after_nccl_timeout:
+        said = "an NCCL timeout comes before it: this may be a consequence"
+        yield "after-nccl-timeout", f"{said}; the rank that failed first tells more"
+    if clues.handled:
+        yield "handled", "the program went on after it, with a smaller batch or without this one"
+
 
 Kind = Literal[
     "shortage", "limit", "other-processes", "impossible-request", "corrupt-size", "private-pools", "fragmentation",

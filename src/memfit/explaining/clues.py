@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
-from memfit.explaining.dimensions import Dimensions, dimensions_in_text
 from memfit.explaining.message import LocatedOom
 from memfit.explaining.place import FailurePlace
+from memfit.explaining.tensor import Dimensions, dimensions_in_text
 from memfit.explaining.text import Excerpt, passages
 from memfit.jobs.settings import PRUNE_METHODS
 from memfit.models.presets import Preset, find_preset, presets

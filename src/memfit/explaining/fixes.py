@@ -12,11 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from memfit.explaining.account import Account, request_intervals
-from memfit.explaining.cause import SIGNIFICANT, Cause
+from memfit.explaining.cause import SIGNIFICANT, Account, Cause
 from memfit.explaining.clues import Clues
 from memfit.explaining.job import Job
-from memfit.explaining.message import Oom
+from memfit.explaining.message import Oom, request_intervals
 from memfit.explaining.place import ENGINES, RECOMPUTING, TIMING, FailurePlace, Sign
 from memfit.explaining.tensor import AHEAD, MOST_USUAL_LENGTH, Reading, Readings
 from memfit.fitting.emit import pruning_command

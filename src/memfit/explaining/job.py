@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from memfit.errors import MemfitError, UsageError
-from memfit.explaining.account import Account
+from memfit.explaining.cause import Account
 from memfit.explaining.clues import Clues
-from memfit.explaining.dimensions import Dimensions, dimensions_of_model, known_dimensions
 from memfit.explaining.message import Oom
 from memfit.explaining.place import COMPILED, ENGINES, FailurePlace
-from memfit.explaining.tensor import Readings
+from memfit.explaining.tensor import Dimensions, Readings, dimensions_of_model, known_dimensions
 from memfit.gpus import Gpu, find_gpu, list_gpus
 from memfit.jobs.settings import AS_IN_QLORA, QLORA, TRAININGS, flag, kinds_that_read
 from memfit.jobs.workload import Workload
