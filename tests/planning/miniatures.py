@@ -15,10 +15,9 @@ from memfit.events import Action, Trace
 from memfit.jobs.build import Prepared, prepare_without_memory
 from memfit.jobs.workload import Workload
 from memfit.models.presets import presets
-from memfit.planning import categories
 from memfit.planning.few import blocks_of
 from memfit.planning.on_trace import trace_job
-from memfit.planning.traced import Traced, trace_workload
+from memfit.planning.traced import Traced, label, loss_modules_of, trace_workload
 from memfit.platform import H200
 
 SMALL: dict[str, Any] = {
@@ -75,7 +74,7 @@ class Miniatures:
 def all_blocks(work: Workload) -> tuple[Trace, Prepared]:
     job = prepare_without_memory(work)
     trace = trace_job(job, H200)
-    categories.label(trace, categories.loss_modules_of(job.model))
+    label(trace, loss_modules_of(job.model))
     return trace, job
 
 

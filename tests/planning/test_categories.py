@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from memfit.events import Trace
-from memfit.planning.categories import label, loss_modules_of
+from memfit.planning.traced import label, loss_modules_of
 
 
 def outliving(phase: str, module: str = "layers.0", category: str = "", loss: tuple[str, ...] = ()) -> str:

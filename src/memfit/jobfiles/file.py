@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 from memfit.errors import InputError, UnknownName, UsageError
 from memfit.files import text_in
 from memfit.jobfiles.axolotl import AXOLOTL
-from memfit.jobfiles.huggingface import HUGGINGFACE
+from memfit.jobfiles.huggingface import ACCELERATE, DEEPSPEED, HUGGINGFACE
 from memfit.jobfiles.keys import JobFormat, KeyValues
-from memfit.jobfiles.launchers import ACCELERATE, DEEPSPEED
 from memfit.jobfiles.llamafactory import LLAMAFACTORY
 from memfit.jobfiles.torchtune import TORCHTUNE
 from memfit.jobs.settings import flag, kinds_that_read

@@ -35,10 +35,20 @@ from memfit.jobs.workload import Workload
 from memfit.models.config_check import HEAD_NAMES
 from memfit.models.own import block_list
 from memfit.models.registry import ModelSource, build_model, load_config, parameter_count
-from memfit.planning import categories
 from memfit.planning.on_trace import STEPS, steps_of, trace_job
 from memfit.planning.padded import larger_of_two
-from memfit.planning.traced import HOST, MANAGED, Provenance, Recipe, TracedShare, scaled, settings_found
+from memfit.planning.traced import (
+    HOST,
+    MANAGED,
+    Provenance,
+    Recipe,
+    TracedShare,
+    label,
+    loss_modules_of,
+    recording_traces,
+    scaled,
+    settings_found,
+)
 from memfit.platform import H200, Platform
 from memfit.tracing.compiled.padding import PADS
 from memfit.tracing.outside import settings_of_a_new_process, what_is_around
@@ -314,7 +324,7 @@ def trace_labelled(job: Prepared, platform: Platform, layers: int | None = None)
     else:
         trace, steps = _all_steps(job, platform, layers)
         how = Provenance(steps=steps)
-    categories.label(trace, categories.loss_modules_of(job.model))
+    label(trace, loss_modules_of(job.model))
     return trace, how
 
 
@@ -360,6 +370,6 @@ def _from_few(job: Prepared, platform: Platform, new: int, traced: int) -> Trace
 
 
 def _noted(job: Prepared, platform: Platform, tokens: int | None) -> TracedStream:
-    with categories.recording_traces() as heard:
+    with recording_traces() as heard:
         trace_job(job, platform, tokens=tokens)
     return stream_of(heard[0].trace, heard[0].calls)

@@ -26,7 +26,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memfit.events import Trace
 from memfit.extrapolation.blocks import Extension, Ints, NotRepeating, extension, with_sizes
@@ -45,12 +45,8 @@ from memfit.jobs.workload import Workload
 from memfit.models.config_check import HEAD_NAMES
 from memfit.models.registry import ModelSource, head_named, load_config
 from memfit.planning.cache import identity
-from memfit.planning.traced import HOST, Recipe
+from memfit.planning.traced import HOST, Part, Recipe, TraceRecord, label, parts_of, recording_traces
 from memfit.platform import Platform
-
-if TYPE_CHECKING:
-    from memfit.planning.categories import Part, TraceRecord
-
 
 ASKED_FIRST = 4
 """One job asked at so many points is a sweep or a search, and may have as many points again."""
@@ -300,7 +296,6 @@ class Family:
 
     def learn(self, work: Workload, recipe: Recipe, heard: list[TraceRecord]) -> None:
         """From a trace that was made of one of the points."""
-        from memfit.planning.categories import parts_of
 
         point = point_of(work)
         if self.given_up or point in self._traced:
@@ -353,7 +348,6 @@ class Family:
 
     def _trace(self, point: Point) -> None:
         """A point that nobody has asked for: whoever asks for one like it is told what is wrong with it."""
-        from memfit.planning.categories import recording_traces
         from memfit.planning.few import trace_few_blocks
 
         if point in self._traced:
@@ -442,7 +436,6 @@ class Whole:
     which NotRepeating is raised as it is there."""
 
     def __init__(self, short: FilledStream, recipe: Recipe, loss_modules: frozenset[str]) -> None:
-        from memfit.planning.categories import label
         from memfit.planning.on_trace import steps_of
 
         self._source = short.source

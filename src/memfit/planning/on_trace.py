@@ -24,9 +24,8 @@ from memfit.jobs.host import HostMemory
 from memfit.jobs.run import run_job
 from memfit.jobs.training.offload.host import host_memory_by
 from memfit.jobs.workload import Workload
-from memfit.planning.categories import record_trace
 from memfit.planning.failures import failures_of_the_job
-from memfit.planning.traced import HOST, UNMODELLED
+from memfit.planning.traced import HOST, UNMODELLED, record_trace
 from memfit.platform import H200, Platform
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.tracing.answers import Answer, Answers, Site, Value

@@ -37,7 +37,7 @@ from memfit.gpus import Gpu, find_gpu
 from memfit.planning.failures import failures_of_the_job
 from memfit.planning.on_trace import phases_by_what_runs
 from memfit.planning.predict import Plan, assess, context_on, judged_anew, not_modelled
-from memfit.planning.traced import Provenance
+from memfit.planning.traced import Provenance, label
 from memfit.replay.alloc_config import AllocatorConfig
 
 if TYPE_CHECKING:
@@ -165,7 +165,6 @@ def _run_traced(
     skips: bool,
 ) -> Trace:
     """Labelled. Weights are counted as they are met."""
-    from memfit.planning import categories
     from memfit.tracing.held import noting_what_is_held
     from memfit.tracing.outside import nothing_saved, put_back
     from memfit.tracing.own_code import OwnCodeNames
@@ -208,7 +207,7 @@ def _run_traced(
             "the traced code put nothing on the GPU",
             hint='move the model and its inputs to "cuda" inside it: model.cuda(), torch.randn(8, 128, device="cuda")',
         )
-    categories.label(made)
+    label(made)
     return made
 
 

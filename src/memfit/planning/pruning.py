@@ -38,12 +38,11 @@ from memfit.jobs.quantised import DTYPES
 from memfit.jobs.run import Phases
 from memfit.jobs.workload import Workload
 from memfit.models.registry import build_model, load_config, parameter_count, source_notes
-from memfit.planning.categories import unlabelled
 from memfit.planning.failures import failures_of_the_job
 from memfit.planning.few import Blocks, blocks_of
 from memfit.planning.on_trace import PlannedHost
 from memfit.planning.predict import Plan, assess, context_on
-from memfit.planning.traced import Provenance, Recipe, TracedShare, settings_found
+from memfit.planning.traced import Provenance, Recipe, TracedShare, settings_found, unlabelled
 from memfit.platform import Platform, platform_of
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.tracing.answers import Answer, Answers, Site
