@@ -10,9 +10,9 @@ from test_explain_answers import message, told, traps
 from test_explain_tensors import of
 
 from memfit.explaining.cause import Account, RecordedRequest, cause_of, fragmentation_of
-from memfit.explaining.clues import Clues
 from memfit.explaining.explain import explain
 from memfit.explaining.fixes import _fixes_for_fragmentation
+from memfit.explaining.job import Clues
 from memfit.explaining.message import Oom, Size
 from memfit.explaining.place import CodeFrame, place_from
 from memfit.explaining.tensor import Factor, Reading, Readings, _able, fingerprints_of, preset_dimensions

@@ -17,11 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from memfit.explaining.clues import Clues
 from memfit.explaining.message import NAME_ONLY, Oom, ProcessUse, Size, request_intervals
 from memfit.units import GiB, MiB, format_bytes
+
+if TYPE_CHECKING:
+    from memfit.explaining.job import Clues
 
 MOST_OUTSIDE = 3 * GiB
 """Context, libraries and NCCL of one process: a process that holds more than that beside the tensors is another one."""

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from memfit.errors import MemfitError, UsageError
 from memfit.explaining.cause import Account, Cause, Trap, account_of, cause_of, traps_of
-from memfit.explaining.clues import Clues
 from memfit.explaining.fixes import (
     USUAL_LENGTH,
     Evidence,
@@ -32,7 +31,7 @@ from memfit.explaining.fixes import (
     withheld,
 )
 from memfit.explaining.input import Case, Input, case_of, read_input
-from memfit.explaining.job import Job, card_of, job_of, with_length_of
+from memfit.explaining.job import Clues, Job, card_of, job_of, with_length_of
 from memfit.explaining.message import LocatedOom, Oom, OomMessages, Size, exact_interval, request_intervals
 from memfit.explaining.place import COLLECTING, FailurePlace, frame_text
 from memfit.explaining.tensor import Readings, RunClues, readings

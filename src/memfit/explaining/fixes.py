@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from memfit.explaining.cause import SIGNIFICANT, Account, Cause
-from memfit.explaining.clues import Clues
-from memfit.explaining.job import Job
+from memfit.explaining.job import Clues, Job
 from memfit.explaining.message import Oom, request_intervals
 from memfit.explaining.place import ENGINES, RECOMPUTING, TIMING, FailurePlace, Sign
 from memfit.explaining.tensor import AHEAD, MOST_USUAL_LENGTH, Reading, Readings

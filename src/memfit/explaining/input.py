@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Literal
 
 from memfit.errors import InputError
 from memfit.explaining.cause import Cause, RecordedRequest
-from memfit.explaining.clues import Clues, clues_in
+from memfit.explaining.job import Clues, clues_in
 from memfit.explaining.message import SIZES, LocatedOom, Oom, OomMessages, Size, find_ooms
 from memfit.explaining.place import FailurePlace, frames_of_stack, place_from, place_of
 from memfit.explaining.text import CHUNK, Excerpt, excerpt_of
