@@ -15,7 +15,7 @@ from memfit.explaining.fixes import _fixes_for_fragmentation
 from memfit.explaining.job import Clues
 from memfit.explaining.message import Oom, Size
 from memfit.explaining.place import CodeFrame, place_from
-from memfit.explaining.tensor import Factor, Reading, Readings, _able, fingerprints_of, preset_dimensions
+from memfit.explaining.tensor import Factor, Reading, Readings, _able, patterns_of, preset_dimensions
 from memfit.units import GiB, MiB
 
 DATA = Path(__file__).parents[1] / "data"
@@ -195,7 +195,7 @@ def test_of_an_fp32_job_16_bit_readings_lose_six_points() -> None:
 def test_a_model_has_no_scores_of_more_tokens_than_it_has_positions(length: int, able: bool) -> None:
     gpt2 = preset_dimensions("gpt2")
     assert gpt2 is not None and gpt2.positions == 1024
-    (scores, *_) = (each for each, _ in fingerprints_of((gpt2,)) if each.free == "rows-length-length")
+    (scores, *_) = (each for each, _ in patterns_of((gpt2,)) if each.free == "rows-length-length")
     side = Factor(symbol="tokens", value=length)
     assert bool(_able((gpt2,), scores, (side, side))) is able
 

@@ -27,7 +27,7 @@ def of(printed: str, model: str | None = None, **run: object) -> Readings:
         found = preset_dimensions(model)
         assert found is not None
         models = [found]
-    return readings(segment_intervals(size), models, RunClues(**run))  # type: ignore[arg-type]
+    return readings(segment_intervals(size), tuple(models), RunClues(**run))  # type: ignore[arg-type]
 
 
 def products(found: Readings) -> list[str]:
@@ -145,7 +145,7 @@ def test_a_segment_in_gib_is_ten_mib_wide_and_two_more_below() -> None:
 
 def test_a_recorded_request_is_known_to_its_block() -> None:
     (found,) = (each for each in readings(
-        exact_interval(48 * MiB), [preset_dimensions("gpt2")],  # type: ignore[list-item]
+        exact_interval(48 * MiB), (preset_dimensions("gpt2"),),  # type: ignore[list-item]
         RunClues(batch_size=32, seq_len=512, phase="forward", hints=frozenset({"attention-output"})),
     ).candidates if each.kind == "attention-output" and each.itemsize == 4)  # fmt: skip
     assert found.product == "32 rows x 512 tokens x 768 in all heads x 4 bytes"
@@ -165,7 +165,7 @@ def test_a_factory_has_no_numbers_before_it_is_run() -> None:
 
 
 def test_dimensions_may_be_partly_unknown() -> None:
-    found = readings(((1 << 30, 1 << 30),), [Dimensions(model="x", family="", vocabulary=32_768)], RunClues())
+    found = readings(((1 << 30, 1 << 30),), (Dimensions(model="x", family="", vocabulary=32_768),), RunClues())
     assert products(found)[0] == "8,192 tokens x 32,768 vocabulary x 4 bytes"
 
 
@@ -180,7 +180,7 @@ def test_a_lora_matrix_is_recognised_by_its_rank() -> None:
     model = preset_dimensions("qwen2.5-7b")
     assert model is not None
     run = RunClues(rank=512, phase="optimizer step", hints=frozenset({"weights"}))
-    found = readings(exact_interval(512 * 18_944 * 4), [model], run)
+    found = readings(exact_interval(512 * 18_944 * 4), (model,), run)
     assert products(found)[0] == "512 rank x 18,944 wide x 4 bytes"
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -21,17 +20,17 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from memfit.errors import MemfitError, UsageError
 from memfit.explaining.cause import Account, Cause, Trap, account_of, cause_of, traps_of
 from memfit.explaining.fixes import (
-    USUAL_LENGTH,
     Evidence,
     Fix,
     Withheld,
+    capped,
     fixes_in_words,
     predicted_fixes,
     pruning_fixes,
     withheld,
 )
 from memfit.explaining.input import Case, Input, case_of, read_input
-from memfit.explaining.job import Clues, Job, card_of, job_of, with_length_of
+from memfit.explaining.job import Job, card_of, job_of, with_length_of
 from memfit.explaining.message import LocatedOom, Oom, OomMessages, Size, exact_interval, request_intervals
 from memfit.explaining.place import COLLECTING, FailurePlace, frame_text
 from memfit.explaining.tensor import Readings, RunClues, readings
@@ -39,8 +38,9 @@ from memfit.fitting.forecast import few_micro_steps_note
 from memfit.gpus import Gpu
 from memfit.jobs.settings import as_json
 from memfit.jobs.workload import Workload
+from memfit.planning.card_here import fit_command
 from memfit.render.shown import Shown
-from memfit.units import MiB
+from memfit.units import in_mib
 
 if TYPE_CHECKING:
     from memfit.planning.predict import Plan
@@ -55,27 +55,20 @@ COPIES = "It was asked for by a product with packed weights, which makes a 16-bi
 
 
 @dataclass(frozen=True, kw_only=True)
-class Explanation(Shown):
+class Explanation(Case, Shown):
     """What `memfit.explain` answers: what happened, what did not fit, what helps. `print` shows it."""
 
     source: Input
     cause: Cause
-    oom: Oom | None = None
-    found: OomMessages | None = None
     account: Account
-    place: FailurePlace
     readings: Readings
-    clues: Clues
     job: Job
-    gpu: Gpu | None = None
-    plan: Plan | None = None
-    fixes: tuple[Fix, ...] = ()
-    withheld: tuple[Withheld, ...] = ()
-    holders: tuple[dict[str, Any], ...] = ()
-    growth: dict[str, Any] | None = None
-    traps: tuple[Trap, ...] = ()
-    notes: tuple[str, ...] = ()
-    seconds: float = 0.0
+    gpu: Gpu | None
+    plan: Plan | None
+    fixes: tuple[Fix, ...]
+    withheld: tuple[Withheld, ...]
+    traps: tuple[Trap, ...]
+    seconds: float
 
     @property
     def known(self) -> bool:
@@ -131,23 +124,16 @@ def explain(
     plan, fixes = _predicted(job, card, case.place, notes) if predict and cause.kind != "none" else (None, [])
     fixes, useless = _advice(case, account, cause, read, job, plan, fixes)
     return Explanation(
+        **vars(case) | {"cause": cause, "notes": tuple(notes)},
         source=source,
-        cause=cause,
-        oom=case.oom,
-        found=case.found,
         account=account,
-        place=case.place,
         readings=read,
-        clues=case.clues,
         job=job,
         gpu=card,
         plan=plan,
         fixes=tuple(fixes),
         withheld=tuple(useless),
-        holders=case.holders,
-        growth=case.growth,
         traps=tuple(traps_of(case.oom, account, case.clues)) if case.oom else (),
-        notes=tuple(notes),
         seconds=time.perf_counter() - started,
     )
 
@@ -162,15 +148,11 @@ def _advice(
     if case.oom is None:
         return predicted, []
     evidence = Evidence(
-        oom=case.oom,
+        **vars(case) | {"cause": cause},
         account=account,
-        cause=cause,
-        clues=case.clues,
-        place=case.place,
         readings=read,
         job=job,
         at_peak=None if plan is None else max(plan.report.breakdown, key=plan.report.breakdown.__getitem__),
-        growth=None if case.growth is None else str(case.growth.get("kind")),
         predicted=tuple(fix.name for fix in predicted),
     )
     return [*fixes_in_words(evidence), *predicted], withheld(evidence)
@@ -275,18 +257,10 @@ def _of_the_job(told: Explanation) -> Iterator[str]:
     elif told.gpu is None and predicted:
         yield "add --gpu NAME|SIZE to hear which of these is enough for the card"
     elif plan and plan.verdict == "fails" and not any(fix.verdict in ("safe", "tight") for fix in predicted):
-        yield f"no single change is enough: {_command(job, told.gpu)} finds the smallest set of them"
-
-
-def _command(job: Job, gpu: Gpu | None) -> str:
-    from memfit.planning.card_here import unusual_flags
-
-    work = job.workload
-    assert work is not None
-    if job.of_another_pruner:
-        work = replace(work, seq_len=min(work.seq_len, USUAL_LENGTH))
-    card = f"{gpu.capacity_bytes // MiB}MiB" if gpu else "..."
-    return shlex.join(["memfit", "fit", work.kind, "--model", work.model, *unusual_flags(work), "--gpu", card])
+        assert job.workload is not None and told.gpu is not None
+        work = capped(job.workload) if job.of_another_pruner else job.workload
+        command = fit_command(work, in_mib(told.gpu.capacity_bytes))
+        yield f"no single change is enough: {command} finds the smallest set of them"
 
 
 SCHEMA = "memfit.explain/1"

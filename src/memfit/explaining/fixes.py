@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from memfit.explaining.cause import SIGNIFICANT, Account, Cause
-from memfit.explaining.job import Clues, Job
+from memfit.explaining.input import Case
+from memfit.explaining.job import Job
 from memfit.explaining.message import Oom, request_intervals
-from memfit.explaining.place import ENGINES, RECOMPUTING, TIMING, FailurePlace, Sign
+from memfit.explaining.place import ENGINES, RECOMPUTING, TIMING, Sign
 from memfit.explaining.tensor import AHEAD, MOST_USUAL_LENGTH, Reading, Readings
 from memfit.fitting.emit import pruning_command
 from memfit.gpus import Gpu
@@ -33,20 +34,16 @@ Basis = Literal["predicted", "message", "arithmetic", "words"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evidence:
+class Evidence(Case):
     """All by which advice is chosen."""
 
     oom: Oom
-    account: Account
     cause: Cause
-    clues: Clues
-    place: FailurePlace
+    account: Account
     readings: Readings
     job: Job
     at_peak: str | None = None
     """The category that most of the predicted peak is, where the job is known."""
-    growth: str | None = None
-    """Which kind of growth a run's record shows; `none` where it shows none."""
     predicted: tuple[str, ...] = ()
     """Levers that are predicted to save something on this job."""
 
@@ -343,8 +340,8 @@ def pruning_fixes(workload: Workload, gpu: Gpu | None) -> tuple[Plan | None, lis
     from memfit.planning.predict import predict
     from memfit.planning.pruning import predict_whole_model_pruning
 
-    capped = replace(workload, seq_len=min(workload.seq_len, USUAL_LENGTH))
-    length = capped.seq_len if capped != workload else None
+    shorter = capped(workload)
+    length = shorter.seq_len if shorter != workload else None
     before = predict_whole_model_pruning(workload, gpu) if workload.method == "wanda" else None
 
     def pruned(name: str, says: str, after: Plan, **how: str) -> Fix:
@@ -363,13 +360,18 @@ def pruning_fixes(workload: Workload, gpu: Gpu | None) -> tuple[Plan | None, lis
 
     fixes = []
     if before is not None and length is not None:
-        after, how = predict_whole_model_pruning(capped, gpu), f"--seqlen {USUAL_LENGTH}, in the same program"
+        after, how = predict_whole_model_pruning(shorter, gpu), f"--seqlen {USUAL_LENGTH}, in the same program"
         says = "the same program, with windows of a usual length"
         fixes.append(pruned(f"cap the length at {USUAL_LENGTH:,}", says, after, wanda=how))
     says = "one block of the model and its windows on the GPU at a time"
-    after = predict(capped, gpu=gpu)
-    fixes.append(pruned("prune it block by block", says, after, memfit=pruning_command(capped)))
+    after = predict(shorter, gpu=gpu)
+    fixes.append(pruned("prune it block by block", says, after, memfit=pruning_command(shorter)))
     return before, fixes
+
+
+def capped(workload: Workload) -> Workload:
+    """At a usual length of windows, where they are longer."""
+    return replace(workload, seq_len=min(workload.seq_len, USUAL_LENGTH))
 
 
 def _held(plan: Plan) -> int:
@@ -507,9 +509,10 @@ def _other_processes(case: Evidence) -> Iterator[Withheld]:
 
 
 def _leak(case: Evidence) -> Iterator[Withheld]:
-    if case.growth == "none":
+    kind = None if case.growth is None else case.growth.get("kind")
+    if kind == "none":
         yield Withheld("looking for a memory leak", "the run's own record shows no growth between steps")
-    elif case.growth == "long-batches":
+    elif kind == "long-batches":
         yield Withheld("looking for a memory leak", "the peak follows the length of the batch; nothing else grows")
 
 

@@ -1,6 +1,6 @@
 """Which tensor of a model has the size that could not be had: 1.16 GiB is 2,048 tokens x 152,064 words in fp32.
 
-    readings(request_intervals(oom), dimensions, run=RunClues(batch_size=1, seq_len=2048))
+    readings(request_intervals(oom), (dimensions,), RunClues(batch_size=1, seq_len=2048))
 
 The tensors that a model makes are products of its numbers and the run's, told without torch and transformers:
 
@@ -208,7 +208,7 @@ def _of_model(of: Dimensions) -> Iterator[TensorPattern]:
             yield TensorPattern(kind, tensor, fixed, itemsizes, free, phases, prior)
 
 
-def fingerprints_of_lora(rank: int, models: Sequence[Dimensions]) -> Iterator[TensorPattern]:
+def patterns_of_lora(rank: int, models: Sequence[Dimensions]) -> Iterator[TensorPattern]:
     low = (Factor(symbol="rank", value=rank),)
     yield TensorPattern("lora", "what a LoRA A matrix makes", low, (2, 4), "tokens", _TRAINING, -1)
     for wide in {size for model in models for size in (model.intermediate, model.hidden) if size}:
@@ -224,15 +224,15 @@ OF_NO_MODEL = (
 
 
 @lru_cache(maxsize=64)
-def fingerprints_of(models: tuple[Dimensions, ...]) -> tuple[tuple[TensorPattern, tuple[Dimensions, ...]], ...]:
-    """Models share sizes: each fingerprint once, with the models that have it."""
-    found: dict[TensorPattern, list[Dimensions]] = {fingerprint: [] for fingerprint in OF_NO_MODEL}
+def patterns_of(models: tuple[Dimensions, ...]) -> tuple[tuple[TensorPattern, tuple[Dimensions, ...]], ...]:
+    """Models share sizes: each pattern once, with the models that have it."""
+    found: dict[TensorPattern, list[Dimensions]] = {pattern: [] for pattern in OF_NO_MODEL}
     for model in models:
-        for fingerprint in _of_model(model):
-            if fingerprint.kind == "flat" and len(models) > 1:
+        for pattern in _of_model(model):
+            if pattern.kind == "flat" and len(models) > 1:
                 continue  # some model has any number of parameters
-            found.setdefault(fingerprint, []).append(model)
-    return tuple((fingerprint, tuple(having)) for fingerprint, having in found.items())
+            found.setdefault(pattern, []).append(model)
+    return tuple((pattern, tuple(having)) for pattern, having in found.items())
 
 
 ROUNDEST = (1, 3, 5, 7, 9, 15)
@@ -368,13 +368,8 @@ class Readings:
         return self.candidates[0] if not rest or self.candidates[0].points - rest[0].points >= AHEAD else None
 
 
-def readings(intervals: Sequence[Interval], models: Sequence[Dimensions], run: RunClues | None = None) -> Readings:
+def readings(intervals: tuple[Interval, ...], models: tuple[Dimensions, ...], run: RunClues) -> Readings:
     """Of one model, of a family, or (none given) of all that memfit knows."""
-    return _readings(tuple(intervals), tuple(models), run or RunClues())
-
-
-@lru_cache(maxsize=512)
-def _readings(intervals: tuple[Interval, ...], models: tuple[Dimensions, ...], run: RunClues) -> Readings:
     if not intervals:
         return Readings((), (), "the size that was asked for is not known")
     if len(intervals) > 1 or intervals[0][0] <= 1:
@@ -384,9 +379,9 @@ def _readings(intervals: tuple[Interval, ...], models: tuple[Dimensions, ...], r
     sure = len(models) == 1
     made: dict[tuple[object, ...], Reading] = {}
     for low, high in intervals:
-        adapters = [(each, models) for each in fingerprints_of_lora(run.rank, models)] if run.rank else []
-        for fingerprint, having in (*fingerprints_of(models or _holdable(run.card_bytes)), *adapters):
-            for reading in _matches(fingerprint, having, low, high, run, sure):
+        adapters = [(each, models) for each in patterns_of_lora(run.rank, models)] if run.rank else []
+        for pattern, having in (*patterns_of(models or _holdable(run.card_bytes)), *adapters):
+            for reading in _matches(pattern, having, low, high, run, sure):
                 key = reading.tensor, reading.factors, reading.itemsize
                 made[key] = max(made.get(key, reading), reading, key=lambda each: each.points)
     found = list(made.values())
@@ -449,21 +444,21 @@ def _few_of_each(ranked: Iterable[Reading]) -> list[Reading]:
 
 
 def _matches(
-    print_: TensorPattern, having: tuple[Dimensions, ...], low: int, high: int, run: RunClues, sure: bool
+    pattern: TensorPattern, having: tuple[Dimensions, ...], low: int, high: int, run: RunClues, sure: bool
 ) -> Iterator[Reading]:
     """`having`: the models that have such a tensor; none: it does not depend on the model."""
     positions = {model.positions for model in having if model.positions}
-    for itemsize in print_.itemsizes:
-        each = math.prod((factor.value for factor in print_.fixed), start=itemsize)
-        for free, weight in _free(print_, -(-low // each), high // each, run, positions, sure):
-            able = having if sure else _able(having, print_, free)
-            points = weight + print_.prior + _by_moment(print_, run) - (not sure)
+    for itemsize in pattern.itemsizes:
+        each = math.prod((factor.value for factor in pattern.fixed), start=itemsize)
+        for free, weight in _free(pattern, -(-low // each), high // each, run, positions, sure):
+            able = having if sure else _able(having, pattern, free)
+            points = weight + pattern.prior + _by_moment(pattern, run) - (not sure)
             points += WRONG_TYPE if run.precision == "fp32" and itemsize == 2 else 0
             if (points > 0 or (sure and points > -AHEAD)) and len(able) >= min(len(having), 1):
                 yield Reading(
-                    kind=print_.kind,
-                    tensor=print_.tensor,
-                    factors=(*free, *print_.fixed),
+                    kind=pattern.kind,
+                    tensor=pattern.tensor,
+                    factors=(*free, *pattern.fixed),
                     itemsize=itemsize,
                     models=tuple(model.model for model in able),
                     known=weight >= KNOWN,
@@ -471,44 +466,44 @@ def _matches(
                 )
 
 
-def _able(having: tuple[Dimensions, ...], print_: TensorPattern, free: Sequence[Factor]) -> tuple[Dimensions, ...]:
+def _able(having: tuple[Dimensions, ...], pattern: TensorPattern, free: Sequence[Factor]) -> tuple[Dimensions, ...]:
     """The models that have rows as long: gpt2 has no attention scores of 32,768 tokens. Windows to calibrate on are of
     those that have just so many positions, if there are such."""
-    if print_.free in ("", "tokens"):
+    if pattern.free in ("", "tokens"):
         return having
     length = max(factor.value for factor in free if factor.symbol == "tokens")
-    just = tuple(model for model in having if model.positions == length) if print_.free == "samples-length" else ()
+    just = tuple(model for model in having if model.positions == length) if pattern.free == "samples-length" else ()
     return just or tuple(model for model in having if model.positions is None or model.positions >= length)
 
 
-def _by_moment(print_: TensorPattern, run: RunClues) -> int:
+def _by_moment(pattern: TensorPattern, run: RunClues) -> int:
     points = 0
     if run.hints:
-        points += RIGHT_LINE if print_.kind in run.hints else OTHER_LINE
-    if run.phase and print_.phases:
-        points += RIGHT_PHASE if run.phase in print_.phases else WRONG_PHASE
+        points += RIGHT_LINE if pattern.kind in run.hints else OTHER_LINE
+    if run.phase and pattern.phases:
+        points += RIGHT_PHASE if run.phase in pattern.phases else WRONG_PHASE
     return points
 
 
 def _free(
-    print_: TensorPattern, low: int, high: int, run: RunClues, positions: Collection[int], sure: bool
+    pattern: TensorPattern, low: int, high: int, run: RunClues, positions: Collection[int], sure: bool
 ) -> Iterator[tuple[tuple[Factor, ...], int]]:
     """The numbers of the run that, times what is fixed, lie between `low` and `high`; and how good a guess they are."""
     if low > high or high < 1:
         return
     low = max(low, 1)
-    if print_.free == "":
+    if pattern.free == "":
         if low <= 1 <= high:
             yield (), KNOWN if sure else SEARCHED_MODEL
-    elif print_.kind == "kv-cache" and print_.kind in run.hints and run.batch_size and run.seq_len:
+    elif pattern.kind == "kv-cache" and pattern.kind in run.hints and run.batch_size and run.seq_len:
         yield from _so_far(low, high, run.batch_size, run.seq_len)
-    elif print_.free == "tokens":
-        arbitrary = print_.kind == "logits" and (sure or "logits" in run.hints)
+    elif pattern.free == "tokens":
+        arbitrary = pattern.kind == "logits" and (sure or "logits" in run.hints)
         yield from _tokens(low, high, run, longest=max(positions, default=None), arbitrary=arbitrary)
-    elif print_.free == "samples-length":
+    elif pattern.free == "samples-length":
         yield from _samples(low, high, run, positions, sure=sure)
     else:
-        yield from _squares(low, high, run, rows=print_.free == "rows-length-length")
+        yield from _squares(low, high, run, rows=pattern.free == "rows-length-length")
 
 
 def _tokens(
