@@ -58,7 +58,7 @@ GB = 10**9
 Range = tuple[float, float]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class QuickReference:
     """A row of the quick-reference table; sizes in GB, from and to."""
 
@@ -84,31 +84,13 @@ def in_bytes(said: Range, gb: int) -> tuple[int, int]:
 
 
 QUICK_REFERENCE = (
-    QuickReference(
-        model="1b", said="LLaMA 1B", weights=2.5, activations=(2, 3), total=(5, 6), smallest="8 GB",
-        recommended="12-16 GB",
-    ),
-    QuickReference(
-        model="3b", said="LLaMA 3B", weights=6.5, activations=(4, 5), total=(11, 12), smallest="16 GB",
-        recommended="24 GB",
-    ),
-    QuickReference(
-        model="7b", said="LLaMA 7B", weights=14, activations=(6, 8), total=(20, 22), smallest="24 GB",
-        recommended="40 GB",
-    ),
-    QuickReference(
-        model="13b", said="LLaMA 13B", weights=26, activations=(8, 10), total=(34, 36), smallest="40 GB",
-        recommended="48 GB",
-    ),
-    QuickReference(
-        model="30b", said="LLaMA 30B", weights=60, activations=(12, 15), total=(72, 75), smallest="80 GB",
-        recommended="Multi-GPU",
-    ),
-    QuickReference(
-        model="70b", said="LLaMA 70B", weights=140, activations=(20, 25), total=(160, 165), smallest="2x80GB",
-        recommended="Multi-GPU",
-    ),
-)  # fmt: skip
+    QuickReference("1b", "LLaMA 1B", 2.5, (2, 3), (5, 6), "8 GB", "12-16 GB"),
+    QuickReference("3b", "LLaMA 3B", 6.5, (4, 5), (11, 12), "16 GB", "24 GB"),
+    QuickReference("7b", "LLaMA 7B", 14, (6, 8), (20, 22), "24 GB", "40 GB"),
+    QuickReference("13b", "LLaMA 13B", 26, (8, 10), (34, 36), "40 GB", "48 GB"),
+    QuickReference("30b", "LLaMA 30B", 60, (12, 15), (72, 75), "80 GB", "Multi-GPU"),
+    QuickReference("70b", "LLaMA 70B", 140, (20, 25), (160, 165), "2x80GB", "Multi-GPU"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,8 +120,8 @@ DECISIONS = (
     Claim(said="24 GB GPU: LLaMA 7B with --seqlen 1024", model="7b", gpu="24GB", seq_len=1024),
     Claim(said="40-48 GB GPU: LLaMA 13B with default settings", model="13b", gpu="40GB"),
     Claim(
-        said="80 GB GPU: LLaMA 30B with optimization", model="30b", gpu="80GB", seq_len=1024,
-        nsamples=64, note="read as in its 7B example: --seqlen 1024 --nsamples 64",
+        said="80 GB GPU: LLaMA 30B with optimization", model="30b", gpu="80GB", seq_len=1024, nsamples=64,
+        note="read as in its 7B example: --seqlen 1024 --nsamples 64",
     ),
     Claim(said="Multi-GPU: LLaMA 70B", model="70b", gpu="80GB", verdict="fails"),
 )  # fmt: skip
@@ -156,25 +138,17 @@ EXAMPLES = (
         note="taken for the 3B",
     ),
     Claim(said="LLaMA 1B on 16 GB: ~5.9 GB, safe", model="1b", gpu="16GB", total=(5.9, 5.9)),
-    Claim(
-        said="LLaMA 7B on 24 GB: ~22.2 GB, tight", model="7b", gpu="24GB", total=(22.2, 22.2),
-        verdict="tight",
-    ),
+    Claim(said="LLaMA 7B on 24 GB: ~22.2 GB, tight", model="7b", gpu="24GB", total=(22.2, 22.2), verdict="tight"),
     Claim(
         said="LLaMA 7B on 24 GB with --nsamples 64 --seqlen 1024: ~18.5 GB, safe", model="7b",
         gpu="24GB", seq_len=1024, nsamples=64, total=(18.5, 18.5),
     ),
     Claim(said="LLaMA 13B on 16 GB: fails", model="13b", gpu="16GB", verdict="fails"),
+    Claim(said="RTX 3060 is the minimum for LLaMA 1B-3B", model="3b", gpu="RTX 3060", smaller="8GB"),
+    Claim(said="RTX A6000 is the minimum for LLaMA 7B-13B", model="13b", gpu="RTX A6000", smaller="40GB"),
     Claim(
-        said="RTX 3060 is the minimum for LLaMA 1B-3B", model="3b", gpu="RTX 3060", smaller="8GB",
-    ),
-    Claim(
-        said="RTX A6000 is the minimum for LLaMA 7B-13B", model="13b", gpu="RTX A6000",
-        smaller="40GB",
-    ),
-    Claim(
-        said="LLaMA 30B-70B require several A100 80GB", note="taken for the 30B", model="30b",
-        gpu="A100 80GB", verdict="fails",
+        said="LLaMA 30B-70B require several A100 80GB", note="taken for the 30B", model="30b", gpu="A100 80GB",
+        verdict="fails",
     ),
 )  # fmt: skip
 """Its worked examples and hardware recommendations."""
