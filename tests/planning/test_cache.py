@@ -34,7 +34,7 @@ from memfit.platform import H200, platform_of
 from memfit.tracing.compiled import settings
 from memfit.units import MiB
 
-KEY = cache.Key('{"job": 1}')
+KEY = '{"job": 1}'
 FACTS = {"answer": 42, "notes": ["é"]}
 
 
@@ -83,7 +83,7 @@ def small_trace() -> Trace:
     return trace
 
 
-def loaded(key: cache.Key = KEY) -> tuple[Trace, Any] | None:
+def loaded(key: str = KEY) -> tuple[Trace, Any] | None:
     return cache.load(key, lambda trace, facts: (trace, facts))
 
 
@@ -476,7 +476,7 @@ def entry(folder: Path) -> Path:
     """A good one."""
     cache.store(KEY, small_trace(), FACTS)
     assert loaded() is not None
-    return folder / KEY.file_name
+    return folder / cache.file_name(KEY)
 
 
 def test_what_is_stored_is_loaded(entry: Path) -> None:
@@ -517,8 +517,8 @@ def test_a_link_is_replaced_and_what_it_points_to_left_alone(entry: Path, tmp_pa
 
 
 def test_an_entry_under_the_name_of_another_is_not_read(entry: Path) -> None:
-    other = cache.Key('{"job": 2}')
-    entry.rename(entry.with_name(other.file_name))
+    other = '{"job": 2}'
+    entry.rename(entry.with_name(cache.file_name(other)))
 
     assert loaded(other) is None
 
@@ -581,7 +581,7 @@ for size in range(2000):
     trace.alloc(size)
 print("ready", flush=True)
 for _ in range(60):
-    cache.store(cache.Key('{"job": 1}'), trace, {"blocks": 2000})
+    cache.store('{"job": 1}', trace, {"blocks": 2000})
 """
 
 
@@ -592,7 +592,7 @@ def test_processes_that_write_at_once_leave_a_good_entry(folder: Path) -> None:
         assert writer.stdout.readline() == "ready\n"
     read = 0
     while any(writer.poll() is None for writer in writers):
-        there = (folder / KEY.file_name).exists()
+        there = (folder / cache.file_name(KEY)).exists()
         found = loaded()
         assert found is not None or not there
         if found is not None:
@@ -604,7 +604,7 @@ def test_processes_that_write_at_once_leave_a_good_entry(folder: Path) -> None:
         writer.stdout.close()
 
     assert read > 0
-    assert entries(folder) == [KEY.file_name]
+    assert entries(folder) == [cache.file_name(KEY)]
 
 
 # -- the folder --------------------------------------------------------------------------------------------------------
@@ -694,9 +694,9 @@ def test_what_lies_in_a_read_only_folder_is_read(entry: Path, monkeypatch: pytes
 def test_a_folder_without_write_permission_is_read_but_not_written(folder: Path, entry: Path) -> None:
     folder.chmod(0o500)
     try:
-        cache.store(cache.Key("{}"), small_trace(), FACTS)
+        cache.store("{}", small_trace(), FACTS)
         assert loaded() is not None
-        assert entries(folder) == [KEY.file_name]
+        assert entries(folder) == [cache.file_name(KEY)]
     finally:
         folder.chmod(0o700)
 

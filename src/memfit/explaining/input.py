@@ -22,7 +22,7 @@ from memfit.errors import InputError
 from memfit.explaining.cause import Cause, RecordedRequest
 from memfit.explaining.job import Clues, clues_in
 from memfit.explaining.message import SIZES, LocatedOom, Oom, OomMessages, Size, find_ooms
-from memfit.explaining.place import FailurePlace, frames_of_stack, place_from, place_of
+from memfit.explaining.place import FailurePlace, frames_before, frames_of_stack, place_from
 from memfit.explaining.text import CHUNK, Excerpt, excerpt_of
 from memfit.files import check_ends
 from memfit.units import GiB, format_bytes, gib
@@ -377,11 +377,6 @@ def oom_of_record(event: Mapping[str, Any]) -> Oom:
     return Oom(form="snapshot", requests_exactly=True, message=said, unknown=unknown, **sizes)
 
 
-def record_of(event: Mapping[str, Any], settings: Mapping[str, Any]) -> RecordedRequest:
-    sizes = {name: event[name] for name in ("requested_bytes", "cached_bytes", "largest_hole_bytes")}
-    return RecordedRequest(**sizes, expandable=bool(settings.get("expandable_segments")))
-
-
 # -- a memory log --------------------------------------------------------------------------------------------------
 
 
@@ -439,7 +434,7 @@ def _from_text(source: Input) -> Case:
     if not found:
         return Case(oom=None, place=FailurePlace(), clues=clues_in(source.text, None, FailurePlace()))
     chosen = _chosen(source.text, found)
-    place = place_of(chosen)
+    place = place_from(frames_before(chosen))
     clues = clues_in(source.text, chosen, place)
     return Case(oom=chosen.oom, place=place, clues=clues, found=found, growth=source.growth)
 
@@ -476,12 +471,14 @@ def _from_event(report: Mapping[str, Any], text: Case | None, growth: dict[str, 
     notes = [message["text"] for message in report.get("messages", ())]
     if len(events) > 1:
         notes.insert(0, f"{len(events)} requests failed in this recording; this is the last")
+    sizes = {name: event[name] for name in ("requested_bytes", "cached_bytes", "largest_hole_bytes")}
+    expandable = bool((report.get("settings") or {}).get("expandable_segments"))
     made = Case(
         oom=oom_of_record(event),
         place=place,
         clues=clues_in(" ".join(event["stack"]), None, place),
         growth=growth,
-        recorded=record_of(event, report.get("settings") or {}),
+        recorded=RecordedRequest(**sizes, expandable=expandable),
         holders=tuple({name: share[name] for name in HOLDER} for share in event["by_code_line"][:HOLDERS]),
         notes=tuple(notes),
     )

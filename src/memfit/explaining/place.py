@@ -216,10 +216,6 @@ def frame_text(frame: CodeFrame) -> str:
     return f"{short_path(frame.path)}:{frame.line} {frame.function}".strip()
 
 
-def place_of(located: LocatedOom) -> FailurePlace:
-    return place_from(frames_before(located))
-
-
 def frames_before(located: LocatedOom) -> tuple[CodeFrame, ...]:
     """The frames of the traceback that ends in this message. Lines of other ranks do not count."""
     passage = located.passage

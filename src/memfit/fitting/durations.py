@@ -44,7 +44,6 @@ from memfit.render.pieces import time_words
 
 if TYPE_CHECKING:
     from memfit.jobs.training.job import TrainJob
-    from memfit.planning.cache import Key
     from memfit.planning.few import Blocks
     from memfit.planning.predict import Plan
     from memfit.tracing.costs import OpCosts
@@ -152,12 +151,12 @@ def _step_cost(work: Workload) -> StepCost:
     return made
 
 
-def _key(work: Workload) -> Key | None:
-    from memfit.planning.cache import Key, key_of
+def _key(work: Workload) -> str | None:
+    from memfit.planning.cache import key_of
     from memfit.platform import platform_of
 
     key = key_of(work, platform_of(None))
-    return None if key is None else Key(f"step cost {sha256(Path(__file__).read_bytes()).hexdigest()} {key.text}")
+    return None if key is None else f"step cost {sha256(Path(__file__).read_bytes()).hexdigest()} {key}"
 
 
 def _from_facts(facts: Mapping[str, Any]) -> StepCost:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 DOOR = {
-    "cache": "Key key_of load store",
+    "cache": "key_of load store",
     "card_here": "NOTICEABLE fit_command unusual_flags with_kernels_of",
     "few": "Blocks blocks_of",
     "many": "Refusal predict_many read_lines read_object",

@@ -34,7 +34,6 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from shutil import rmtree
@@ -74,18 +73,9 @@ T = TypeVar("T")
 # -- what a trace depends on -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Key:
-    text: str
-    """Canonical JSON of all that the trace depends on."""
-
-    @property
-    def file_name(self) -> str:
-        return f"{hashlib.sha256(self.text.encode()).hexdigest()}.npz"
-
-
-def key_of(work: Workload, platform: Platform) -> Key | None:
-    """None where nothing is to be kept: the cache is off, or what the trace depends on cannot be told."""
+def key_of(work: Workload, platform: Platform) -> str | None:
+    """Canonical JSON of all that the trace depends on. None where nothing is to be kept: the cache is off, or what the
+    trace depends on cannot be told."""
     if folder() is None:
         return None
     model, own_code = identity(work.source), _own_code()
@@ -101,7 +91,7 @@ def key_of(work: Workload, platform: Platform) -> Key | None:
         if variables is None or compiler_is_set_otherwise():
             return None
         document["compiler"] = variables
-    return Key(json.dumps(document, sort_keys=True))
+    return json.dumps(document, sort_keys=True)
 
 
 PACKAGES_OF_MODELS = {
@@ -206,11 +196,11 @@ def folder() -> Path | None:
     return own_cache("traces")
 
 
-def load(key: Key, read: Callable[[Trace, Mapping[str, Any]], T]) -> T | None:
+def load(key: str, read: Callable[[Trace, Mapping[str, Any]], T]) -> T | None:
     """What `read` makes of the trace and the facts under a key; None if there is no good entry. Anything that is wrong
     with an entry, also what `read` raises, means only that the job is traced again."""
     where = folder()
-    path = None if where is None else where / key.file_name
+    path = None if where is None else where / file_name(key)
     try:
         if path is None or not _is_mine(path.lstat()):
             return None
@@ -219,7 +209,7 @@ def load(key: Key, read: Callable[[Trace, Mapping[str, Any]], T]) -> T | None:
                 return None
         trace = Trace.load(path)
         kept = trace.facts.pop("cached")
-        made = read(trace, kept["facts"]) if kept["key"] == key.text else None
+        made = read(trace, kept["facts"]) if kept["key"] == key else None
     except Exception:
         return None
     with suppress(OSError):
@@ -227,12 +217,12 @@ def load(key: Key, read: Callable[[Trace, Mapping[str, Any]], T]) -> T | None:
     return made
 
 
-def store(key: Key, trace: Trace, facts: Mapping[str, Any]) -> None:
+def store(key: str, trace: Trace, facts: Mapping[str, Any]) -> None:
     """Keep a trace and JSON facts. Where that cannot be done, it is not done."""
     where = folder()
     if where is None:
         return
-    kept = dataclasses.replace(trace, facts={**trace.facts, "cached": {"key": key.text, "facts": dict(facts)}})
+    kept = dataclasses.replace(trace, facts={**trace.facts, "cached": {"key": key, "facts": dict(facts)}})
     with suppress(OSError):
         _make(where)
         if where.stat().st_mode & stat.S_IWOTH:
@@ -243,10 +233,14 @@ def store(key: Key, trace: Trace, facts: Mapping[str, Any]) -> None:
             kept.save(written)
             size = written.stat().st_size
             if size <= MAX_ENTRY_BYTES:
-                written.replace(where / key.file_name)  # a link of that name is replaced, not followed
+                written.replace(where / file_name(key))  # a link of that name is replaced, not followed
         finally:
             rmtree(aside, ignore_errors=True)
         _count(size, where)
+
+
+def file_name(key: str) -> str:
+    return f"{hashlib.sha256(key.encode()).hexdigest()}.npz"
 
 
 def _make(folder: Path) -> None:

@@ -131,17 +131,24 @@ def generate_answers(tokens: int, on_token: Callable[[], None], *, padded: bool)
 
 
 @contextmanager
+def made_as(tracer: Tracer, category: str) -> Iterator[None]:
+    """What is made inside is of this category, unless something else says what it is."""
+    before, tracer.default_category = tracer.default_category, category
+    try:
+        yield
+    finally:
+        tracer.default_category = before
+
+
+@contextmanager
 def cache_labelled(tracer: Any) -> Iterator[None]:
     """What a layer of the key-value cache makes while it is updated is the cache."""
     from transformers import cache_utils
 
     def labelled(update: Callable[..., Any]) -> Callable[..., Any]:
         def update_labelled(*args: Any, **kwargs: Any) -> Any:
-            before, tracer.default_category = tracer.default_category, "kv_cache"
-            try:
+            with made_as(tracer, "kv_cache"):
                 return update(*args, **kwargs)
-            finally:
-                tracer.default_category = before
 
         return update_labelled
 
@@ -411,12 +418,8 @@ class MarkedPhases:
     def __call__(self, name: str, step: int = 0) -> Iterator[None]:
         tracer = self.tracer
         tracer.trace.mark(name, step)
-        before, tracer.default_category = tracer.default_category, self.weights if name == "load" else ""
-        try:
-            with self._inside(name):
-                yield
-        finally:
-            tracer.default_category = before
+        with made_as(tracer, self.weights if name == "load" else ""), self._inside(name):
+            yield
         if name in LOADING:
             for path, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
                 if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():

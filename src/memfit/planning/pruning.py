@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +40,7 @@ from memfit.jobs.workload import Workload
 from memfit.models.registry import build_model, load_config, parameter_count, source_notes
 from memfit.planning.failures import failures_of_the_job
 from memfit.planning.few import Blocks, blocks_of
-from memfit.planning.on_trace import PlannedHost
+from memfit.planning.on_trace import PlannedHost, made_as
 from memfit.planning.predict import Plan, assess, context_on
 from memfit.planning.traced import Provenance, Recipe, TracedShare, settings_found, unlabelled
 from memfit.platform import Platform, platform_of
@@ -250,16 +250,9 @@ class PruningPhases:
     def __init__(self, tracer: Tracer) -> None:
         self.tracer = tracer
 
-    @contextmanager
-    def __call__(self, name: str, step: int = 0) -> Iterator[None]:
-        tracer = self.tracer
-        tracer.trace.mark(name, step)
-        named = name if name in ("weights", "calibration") else ""
-        before, tracer.default_category = tracer.default_category, named
-        try:
-            yield
-        finally:
-            tracer.default_category = before
+    def __call__(self, name: str, step: int = 0) -> AbstractContextManager[None]:
+        self.tracer.trace.mark(name, step)
+        return made_as(self.tracer, name if name in ("weights", "calibration") else "")
 
 
 def label(made: Trace) -> None:

@@ -382,7 +382,7 @@ def _kept(work: Workload, trace: Trace, facts: Mapping[str, Any]) -> Traced:
     return _result(work, recipe, recipe.whole())
 
 
-def _traced_now(work: Workload, platform: Platform, key: cache.Key | None, family: Family | FirstPlan | None) -> Traced:
+def _traced_now(work: Workload, platform: Platform, key: str | None, family: Family | FirstPlan | None) -> Traced:
     from memfit.planning.few import trace_few_blocks
 
     with recording_traces() as heard:

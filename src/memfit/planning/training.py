@@ -54,7 +54,7 @@ def workload_of_config(
     if packed is None:
         packed = config.data.format != "instruction" if config.data.packing is None else config.data.packing
     return config.workload.changed(
-        model=_model(config.model, model_name),
+        model=str(shape_folder(_settings(config.model))) if config.model.settings else model_name,
         batch_size=rows,
         seq_len=longest,
         padding=not packed and rows > 1,
@@ -65,16 +65,8 @@ def workload_of_config(
     ).without_unused()
 
 
-# -- the model ---------------------------------------------------------------------------------------------------------
-
-
-def _model(model: ModelConfig, name: str) -> str:
-    """A name under which the same architecture is found again."""
-    return str(shape_folder(_settings(model))) if model.settings else name
-
-
 def _settings(model: ModelConfig) -> dict[str, Any]:
-    """As a config.json has them, with the changes that the job makes."""
+    """As a config.json has them, with the changes that the job makes: by these the same architecture is found again."""
     if is_basics(model.name):
         return {"model_type": BASICS, **dataclasses.asdict(basics_config(model))}
     made: dict[str, Any] = json.loads(model_config(model).to_json_string())
