@@ -501,13 +501,13 @@ EXPLAINING = [
     ),
     _TENSOR(
         "the phase's points are swapped",
-        "points += RIGHT_PHASE if run.phase in print_.phases else WRONG_PHASE",
-        "points += WRONG_PHASE if run.phase in print_.phases else RIGHT_PHASE",
+        "points += RIGHT_PHASE if run.phase in pattern.phases else WRONG_PHASE",
+        "points += WRONG_PHASE if run.phase in pattern.phases else RIGHT_PHASE",
     ),
     _TENSOR(
         "the line's points are swapped",
-        "points += RIGHT_LINE if print_.kind in run.hints else OTHER_LINE",
-        "points += OTHER_LINE if print_.kind in run.hints else RIGHT_LINE",
+        "points += RIGHT_LINE if pattern.kind in run.hints else OTHER_LINE",
+        "points += OTHER_LINE if pattern.kind in run.hints else RIGHT_LINE",
     ),
     _TENSOR(
         "a lead of one point less is enough", "points - rest[0].points >= AHEAD", "points - rest[0].points >= AHEAD - 1"
