@@ -41,7 +41,7 @@ settings.register_profile("the same", deadline=None, derandomize=True)
 DEAR = (
     "test_every_setting", "test_guides", "test_check_command", "test_fit", "test_from_the_hub", "test_planner_page",
     "test_repetition", "test_families", "test_parallel_plans", "test_readme", "test_lost_work", "test_memory_table",
-    "test_step_cost", "test_profile", "test_train_command", "test_check_failures", "test_explain_as_pasted",
+    "test_durations", "test_profile", "test_train_command", "test_check_failures", "test_explain_as_pasted",
     "test_stopping", "test_serve_command", "test_trace_script", "test_viewer_page", "test_torch_compile",
     "test_workers",
 )  # fmt: skip

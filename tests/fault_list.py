@@ -211,8 +211,7 @@ _FAMILY = _in("planning/interpolation.py", "planning/test_family_guards.py")
 _SHAPES = _in(
     "extrapolation/shapes.py",
     "planning/test_family_guards.py",
-    "extrapolation/test_pieces.py",
-    "extrapolation/test_polynomials.py",
+    "extrapolation/test_shapes.py",
 )
 _CORNERS = _in("planning/interpolation.py", "planning/test_family_guards.py", "planning/test_corners.py")
 _FEW = _in("planning/few.py", "planning/test_host_facts.py")
@@ -536,8 +535,6 @@ EXPLAINING = [
 ]
 
 _MACHINE = _in("checking/machine.py", "checking/test_check_bytes.py", "checking/test_check_machine.py")
-_ALLOC = _in("checking/machine.py", "checking/test_check_bytes.py", "checking/test_check_machine.py")
-_PACKAGES = _in("checking/machine.py", "checking/test_check_bytes.py", "checking/test_check_machine.py")
 _CHECK_MODEL = _in("checking/model.py", "checking/test_check_bytes.py")
 
 CHECKING = [
@@ -565,23 +562,23 @@ CHECKING = [
     ),
     _MACHINE("a card of the driver's own share is held", "gpu.used_bytes <= KEPT_BY_DRIVER", "gpu.used_bytes < 0"),
     _MACHINE("as many GPUs as processes are too few", "if len(gpus) < wanted:", "if len(gpus) <= wanted:"),
-    _ALLOC(
+    _MACHINE(
         "an option of exactly this torch is too new",
         "if release_of(torch_version) < SINCE.get(name, (0,))",
         "if release_of(torch_version)[:2] <= SINCE.get(name, (0,))",
     ),
-    _ALLOC(
+    _MACHINE(
         "the new variable is read one release later",
         "release_of(torch_version) < NEW_NAME_SINCE",
         "release_of(torch_version)[:2] <= NEW_NAME_SINCE",
     ),
-    _ALLOC(
+    _MACHINE(
         "settings that cancel are fine",
         "if config.expandable_segments and config.max_split_size is not None:",
         "if False:",
     ),
-    _PACKAGES("a local part of a version counts", "Version(have).base_version", "have"),
-    _PACKAGES("what another extra needs counts", "counts and have is not None", "have is not None"),
+    _MACHINE("a local part of a version counts", "Version(have).base_version", "have"),
+    _MACHINE("what another extra needs counts", "counts and have is not None", "have is not None"),
     _CHECK_MODEL(
         "Adam keeps one moment",
         "return 2 * weight.numel() * weight.element_size()",
