@@ -37,7 +37,7 @@ def failures_of_the_job() -> Iterator[None]:
     """What the job's own code raises is the job's failure, said in one line; what memfit raises is memfit's bug."""
     try:
         yield
-    except MemfitError:
+    except (MemfitError, KeyboardInterrupt):
         raise
     except SystemExit as end:
         place = _nearest_to_the_person(traceback.extract_tb(end.__traceback__))
@@ -45,8 +45,6 @@ def failures_of_the_job() -> Iterator[None]:
             f"the job ends itself: sys.exit({_text(end.code, repr)[:300]})",
             hint=f"at {place.filename}:{place.lineno}, in {place.name}",
         ) from end
-    except KeyboardInterrupt:
-        raise
     except BaseException as raised:
         frames = traceback.extract_tb(raised.__traceback__)
         if _is_memfit_s(raised, frames):
@@ -54,45 +52,52 @@ def failures_of_the_job() -> Iterator[None]:
         error = _first_cause(raised)
         if error is not raised:
             frames.extend(traceback.extract_tb(error.__traceback__))
-        if isinstance(error, ModuleNotFoundError) and error.name is not None:
-            place, package = _nearest_to_the_person(frames), error.name.partition(".")[0]
-            if package != error.name and find_spec(package) is not None:
-                raise TraceError(
-                    f"the code imports {error.name}, which the installed {package} does not have",
-                    hint=f"imported at {place.filename}:{place.lineno}: another version of {package} may have it",
-                ) from error
-            raise TraceError(
-                f"the code needs the package {error.name}, which is not here",
-                hint=f"imported at {place.filename}:{place.lineno}: pip install it where memfit runs, without GPU, or"
-                " put its folder into PYTHONPATH",
-            ) from error
-        text = _text(error).partition(", known options are ")[0]  # torch lists hundreds
-        lines = [each.strip() for each in text.strip().splitlines()]
-        said = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
-        what = f"{type(error).__name__}: {said[:300]}" if said else type(error).__name__
-        place = _nearest_to_the_person(frames)
-        line = f"{place.filename}:{place.lineno}, in {place.name}"
-        own = next((f"{each.filename}:{each.lineno}" for each in reversed(frames) if _is_theirs(each.filename)), None)
-        if own is not None and not line.startswith(own):
-            line = f"{own}; that is {line}"
-        if _NO_GPU.search(text):
-            raise TraceError(
-                f"memfit does not cover what the code does at {line}: {what}",
-                hint="a GPU may well run it: this comes from the device without memory that memfit runs the code on",
-            ) from error
-        if isinstance(error, ImportError) and _NEEDS_PACKAGE.search(text):
-            raise TraceError(
-                f"the code needs a package that is not here: {said[:300]}",
-                hint=f"asked for at {line}: install it where memfit runs; no GPU is needed for it",
-            ) from error
-        if _NO_NETWORK.search(text):
-            raise TraceError(
-                f"the code wants something from the network that cannot be reached from here: {said[:300]}",
-                hint=f"asked for at {own or line}: put it where the program looks first, or run memfit"
-                " where it can be reached; plan script --synthetic-data makes up data sets and tokenizers of the Hub,"
-                " and encodings of tiktoken",
-            ) from error
-        raise TraceError(f"the job itself fails: {what}", hint=f"raised at {line}") from error
+        raise _in_words(error, frames) from error
+
+
+def _in_words(error: BaseException, frames: traceback.StackSummary) -> TraceError:
+    place = _nearest_to_the_person(frames)
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:
+        return _missing(error.name, place)
+    text = _text(error).partition(", known options are ")[0]  # torch lists hundreds
+    lines = [each.strip() for each in text.strip().splitlines()]
+    said = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+    what = f"{type(error).__name__}: {said[:300]}" if said else type(error).__name__
+    line = f"{place.filename}:{place.lineno}, in {place.name}"
+    own = next((f"{each.filename}:{each.lineno}" for each in reversed(frames) if _is_theirs(each.filename)), None)
+    if own is not None and not line.startswith(own):
+        line = f"{own}; that is {line}"
+    if _NO_GPU.search(text):
+        return TraceError(
+            f"memfit does not cover what the code does at {line}: {what}",
+            hint="a GPU may well run it: this comes from the device without memory that memfit runs the code on",
+        )
+    if isinstance(error, ImportError) and _NEEDS_PACKAGE.search(text):
+        return TraceError(
+            f"the code needs a package that is not here: {said[:300]}",
+            hint=f"asked for at {line}: install it where memfit runs; no GPU is needed for it",
+        )
+    if _NO_NETWORK.search(text):
+        return TraceError(
+            f"the code wants something from the network that cannot be reached from here: {said[:300]}",
+            hint=f"asked for at {own or line}: put it where the program looks first, or run memfit where it can be"
+            " reached; plan script --synthetic-data makes up data sets and tokenizers of the Hub, and encodings of"
+            " tiktoken",
+        )
+    return TraceError(f"the job itself fails: {what}", hint=f"raised at {line}")
+
+
+def _missing(module: str, place: traceback.FrameSummary) -> TraceError:
+    where, package = f"imported at {place.filename}:{place.lineno}", module.partition(".")[0]
+    if package != module and find_spec(package) is not None:
+        return TraceError(
+            f"the code imports {module}, which the installed {package} does not have",
+            hint=f"{where}: another version of {package} may have it",
+        )
+    return TraceError(
+        f"the code needs the package {module}, which is not here",
+        hint=f"{where}: pip install it where memfit runs, without GPU, or put its folder into PYTHONPATH",
+    )
 
 
 def _is_theirs(file: str) -> bool:
