@@ -254,7 +254,7 @@ def test_weights_that_are_cut_off_fail_as_the_run_would(tmp_path: Path) -> None:
         "settings": {},
         "device": "cpu",
     }
-    assert "error" in model.run(order)
+    assert "error" in model.load_in_a_process(order)
 
 
 def test_a_model_that_is_not_here_is_not_downloaded_to_be_loaded(capsys: Any) -> None:

@@ -33,6 +33,8 @@ from memfit.replay.alloc_config import AllocatorConfig
 from memfit.units import GiB, MiB, format_bytes, gib
 from memfit.versions import TESTED, outside_tested, release_of
 
+# -- its GPUs ----------------------------------------------------------------------------------------------------------
+
 PRESENT, FREE = Line("machine", "GPU"), Line("machine", "GPU memory")
 KEPT_BY_DRIVER = 1 * GiB
 """Of a card that nobody uses the driver keeps less than this for itself: 0.60 GiB of an H200."""
@@ -159,6 +161,8 @@ def check_abilities(situation: Situation) -> Finding:
         return ABILITIES.ok(found, "--gpu 'RTX 3090': what that card can do", **details)
     return ABILITIES.ok(f"{card.name}, {level}", **details)
 
+
+# -- host memory and disk ----------------------------------------------------------------------------------------------
 
 MEMORY, SHARED, LOCKED = Line("machine", "host memory"), Line("machine", "/dev/shm"), Line("machine", "ulimit -l")
 SHM = Path("/dev/shm")
@@ -299,6 +303,8 @@ def free_on_disk(folder: Path) -> int:
     return shutil.disk_usage(there).free
 
 
+# -- what is installed -------------------------------------------------------------------------------------------------
+
 SET, LOADS = Line("settings", "packages"), Line("settings", "bitsandbytes")
 COMPILER = Line("settings", "torch.compile")
 C_COMPILERS = ("CC", "gcc", "clang", "cc")
@@ -430,6 +436,8 @@ def _for_kernels() -> dict[str, str | None]:
         "a C compiler": next(filter(None, compilers), None),
     }
 
+
+# -- settings and variables --------------------------------------------------------------------------------------------
 
 SETTINGS = Line("settings", "allocator")
 CLOSE = 0.85

@@ -203,6 +203,8 @@ def bytes_to_train(model: nn.Module) -> int:
     return loading_bytes(model) + bytes_of(trained(model))
 
 
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
 GRADIENTS, LOSS = Line("model", "gradient flow"), Line("model", "loss")
 STEPS = 2
 RATE = 1e-2
@@ -357,6 +359,8 @@ def _some(names: tuple[str, ...]) -> str:
     return ", ".join(names[:SHOWN]) + more
 
 
+# -- loaded ------------------------------------------------------------------------------------------------------------
+
 LOADED = Line("model", "loaded")
 PROCESS = "memfit.checking.model"
 PATIENCE_SECONDS = 1800.0
@@ -367,7 +371,7 @@ def load_and_measure(situation: Situation) -> Finding:
     wanted = _bytes_of(order)
     if short := _too_small(situation, wanted, on_gpu=order["device"] == "cuda"):
         return LOADED.failed(short, "a machine with more memory; `memfit plan` needs none", predicted_bytes=wanted)
-    took = run(order)
+    took = load_in_a_process(order)
     if "error" in took:
         return LOADED.failed(f"cannot be loaded: {took['error']}", "this is how the run itself would stop", **took)
     return of_loading(took, wanted)
@@ -419,7 +423,7 @@ def of_loading(took: dict[str, Any], predicted: int) -> Finding:
     return LOADED.ok(found, **details)
 
 
-def run(order: dict[str, Any]) -> dict[str, Any]:
+def load_in_a_process(order: dict[str, Any]) -> dict[str, Any]:
     """What the process says of the loading, or `error`."""
     try:
         command = [sys.executable, "-m", PROCESS]
@@ -464,7 +468,7 @@ def _too_small(situation: Situation, wanted: int, *, on_gpu: bool) -> str | None
 PAGE = 4096
 
 
-def load(order: dict[str, Any]) -> dict[str, Any]:
+def load_here(order: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from memfit.recording.sampler import ProcessMemory
@@ -541,7 +545,7 @@ def main() -> int:
     order = json.loads(sys.stdin.read())
     with redirect_stdout(sys.stderr):
         try:
-            took = load(order)
+            took = load_here(order)
         except (MemfitError, RuntimeError, ValueError, OSError, ImportError) as error:
             took = {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]}
     sys.stdout.write(json.dumps(took) + "\n")

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 MOST_OUTSIDE = 3 * GiB
 """Context, libraries and NCCL of one process: a process that holds more than that beside the tensors is another one."""
 
+# -- the account -------------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True, slots=True)
 class AccountRow:
@@ -177,6 +179,8 @@ def size_text(size: Size | None) -> str:
     return "n/a" if size is None else size.text
 
 
+# -- fragmentation -----------------------------------------------------------------------------------------------------
+
 Answer = Literal["yes", "no", "cannot tell"]
 
 
@@ -234,6 +238,8 @@ def _by_record(recorded: RecordedRequest, cached: int) -> Fragmentation:
         return Fragmentation("no", f"{pieces}; but expandable segments were on already")
     return Fragmentation("yes", f"{pieces}, and {format_bytes(asked)} was asked for")
 
+
+# -- traps -------------------------------------------------------------------------------------------------------------
 
 BARE_CONTEXT = (150 * MiB, 2560 * MiB)
 """A process that has only started CUDA and perhaps NCCL."""
@@ -314,6 +320,8 @@ def _of_the_text(clues: Clues) -> Iterator[tuple[str, str]]:
     if clues.handled:
         yield "handled", "the program went on after it, with a smaller batch or without this one"
 
+
+# -- in one sentence ---------------------------------------------------------------------------------------------------
 
 Kind = Literal[
     "shortage", "limit", "other-processes", "impossible-request", "corrupt-size", "private-pools", "fragmentation",

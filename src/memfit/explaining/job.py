@@ -28,6 +28,8 @@ from memfit.jobs.workload import Workload
 from memfit.models.presets import Preset, find_preset, presets
 from memfit.units import MiB
 
+# -- what the log tells ------------------------------------------------------------------------------------------------
+
 BEGINNING, NEAR = 64 << 10, 256 << 10
 MAX_CANDIDATES = 4000
 

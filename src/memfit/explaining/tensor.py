@@ -28,6 +28,8 @@ from memfit.explaining.message import Interval
 from memfit.models.presets import find_preset, presets
 from memfit.units import MiB
 
+# -- the numbers of a model --------------------------------------------------------------------------------------------
+
 _SPELLINGS = {
     "vocabulary": ("vocab_size",),
     "hidden": ("hidden_size", "n_embd", "d_model"),
@@ -127,6 +129,8 @@ def known_dimensions(family: str | None = None) -> tuple[Dimensions, ...]:
     made = (preset_dimensions(preset.name) for preset in presets() if family in (None, preset.model_type))
     return tuple(each for each in made if each is not None)
 
+
+# -- the tensors that it makes -----------------------------------------------------------------------------------------
 
 WORKSPACE = 32 * MiB
 """Of cuBLAS on Hopper and newer; on older cards it is 8.125 MiB and shares a segment."""
@@ -235,6 +239,8 @@ def patterns_of(models: tuple[Dimensions, ...]) -> tuple[tuple[TensorPattern, tu
     return tuple((pattern, tuple(having)) for pattern, having in found.items())
 
 
+# -- numbers that people choose ----------------------------------------------------------------------------------------
+
 ROUNDEST = (1, 3, 5, 7, 9, 15)
 """Odd parts of such numbers: 2,048 is 1 x 2^11, 1,536 is 3 x 2^9."""
 
@@ -283,6 +289,8 @@ def round_decimals(low: int, high: int) -> Iterator[int]:
             yield found
             return
 
+
+# -- readings ----------------------------------------------------------------------------------------------------------
 
 MAX_READINGS, SAME_NAME = 6, 2
 AHEAD = 3

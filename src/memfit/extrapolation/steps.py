@@ -54,6 +54,8 @@ def in_birth_order(trace: Trace) -> tuple[Trace, Ints]:
     return out, births
 
 
+# -- steps of a training -----------------------------------------------------------------------------------------------
+
 STEP_IS_DONE = "zero"
 
 
@@ -209,6 +211,8 @@ class _Step:
                 named = [None if member is None else int(numbers[member]) for member in members]
                 out.facts.setdefault(LISTS, {})[str(numbers[int(block)])] = named
 
+
+# -- tokens of a generation --------------------------------------------------------------------------------------------
 
 PAIR = 2
 """Some tensors live for two steps, so steps are taken in pairs."""

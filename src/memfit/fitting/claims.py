@@ -190,6 +190,9 @@ def _fits(verdict: str | None) -> str:
     return "fits" if verdict == "safe" else "fits tightly"
 
 
+# -- memfit.estimate_memory --------------------------------------------------------------------------------------------
+
+
 class Estimate(TypedDict):
     """Keys of the guide's function, plus streamed, shape, guide."""
 

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from memfit.tracing.costs import OpCosts
     from memfit.tracing.tracer import Tracer
 
+# -- what a step costs -------------------------------------------------------------------------------------------------
 
 STEPS = 2
 """The last one is counted: the first also makes the optimizer's state."""
@@ -312,6 +313,8 @@ def step_cost_of(work: Workload) -> StepCost | None:
         return None
 
 
+# -- generations and prunings ------------------------------------------------------------------------------------------
+
 FEW_TOKENS = 4
 PHASE = "generate"
 
@@ -366,6 +369,8 @@ def _count_pruning(work: Workload, layers: int | None, few: int) -> tuple[dict[s
 
     return sum_by_phase(with_weights(mark) for mark in _by_mark(made, counters[-1])), windows
 
+
+# -- how long it takes -------------------------------------------------------------------------------------------------
 
 MEASURED_ON = "H200"
 

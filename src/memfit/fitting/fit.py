@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 
 
 Why = Literal["would not help", "not needed", "unavailable"]
+
+# -- the levers that were left out -------------------------------------------------------------------------------------
+
 WITH_STEPS = {
     "micro-batch": "smaller micro-batch", "sequence": "shorter sequence", "rank": "lower rank", "beams": "fewer beams",
     "new tokens": "fewer new tokens", "windows": "fewer windows",
@@ -109,6 +112,8 @@ def _nothing_there(lever: Lever, forecast: Forecast) -> str:
     named = f"{', '.join(words)} or {last}" if words else last
     return f"at the peak, in {where}, there is nothing that it lowers ({named})"
 
+
+# -- the answer --------------------------------------------------------------------------------------------------------
 
 SCHEMA = "memfit.fit/1"
 Answer = Literal["fits already", "fits", "nothing fits"]
@@ -250,6 +255,8 @@ def _settings(levers: Set) -> dict[str, object]:
             made[name] = (*before, *value) if isinstance(value, tuple) and isinstance(before, tuple) else value
     return made
 
+
+# -- finding it --------------------------------------------------------------------------------------------------------
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 

@@ -344,6 +344,7 @@ HUGGINGFACE = JobFormat(
     newer=TRAINER_NEWER,
 )  # fmt: skip
 
+# -- accelerate and DeepSpeed ------------------------------------------------------------------------------------------
 
 ONE, DDP, FSDP = "NO", "MULTI_GPU", "FSDP"
 BLOCKS = ("Layer", "Block")

@@ -48,6 +48,8 @@ from memfit.planning.cache import identity
 from memfit.planning.traced import HOST, Part, Recipe, TraceRecord, label, parts_of, recording_traces
 from memfit.platform import Platform
 
+# -- which points to trace ---------------------------------------------------------------------------------------------
+
 ASKED_FIRST = 4
 """One job asked at so many points is a sweep or a search, and may have as many points again."""
 EXPECTED_FOR_ONE = 3
@@ -163,6 +165,8 @@ def _lengths_like(length: int, short: int, long: int) -> tuple[int, int]:
     below_long = long - (long - many[1]) % many[0]
     return min(above_short, length), max(below_long, length)
 
+
+# -- what they tell ----------------------------------------------------------------------------------------------------
 
 MOST_FAMILIES = 64
 MOST_EVENTS_KEPT = 4_000_000

@@ -28,6 +28,7 @@ from memfit.platform import Platform
 if TYPE_CHECKING:
     from memfit.planning.interpolation import Family, Interpolation
 
+# -- what each block is ------------------------------------------------------------------------------------------------
 
 SURVIVORS = {
     "forward": "activations", "step": "optimizer", "load": "weights", "decompress": "weights", "prepare": "weights",
@@ -75,6 +76,8 @@ def loss_modules_of(model: object) -> frozenset[str]:
     parts = path.split(".")
     return frozenset(".".join(parts[:n]) for n in range(len(parts) + 1))
 
+
+# -- traces as they were made ------------------------------------------------------------------------------------------
 
 Part = Literal["all", "near", "far"]
 """All of the job's steps or tokens; the first tokens of a generation; its last ones."""
