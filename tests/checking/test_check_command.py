@@ -282,9 +282,9 @@ def test_a_model_larger_than_the_machine_s_memory_is_not_loaded(
 def test_a_package_that_quantised_weights_need_is_looked_for(
     line: str, missing: str, said: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, there = machine.find_spec, machine.installed
+    found, there = machine.find_spec, machine.recorded_version
     monkeypatch.setattr(machine, "find_spec", lambda name: None if name == missing else found(name))
-    monkeypatch.setattr(machine, "installed", lambda name: None if name == missing else there(name))
+    monkeypatch.setattr(machine, "recorded_version", lambda name: None if name == missing else there(name))
     assert main(["check", *line.split(), "--gpu", "24GB", "--json"]) == 1
     assert any(each["status"] == "failed" and said in each["found"] for each in json_of(capsys)["checks"])
 

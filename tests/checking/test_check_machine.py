@@ -380,9 +380,9 @@ def test_a_compiled_job_is_planned_by_the_torch_that_is_here() -> None:
 def test_what_compiled_code_needs_is_looked_for_here_too(
     triton: bool, gcc: str | None, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = machine.installed
+    known = machine.recorded_version
     monkeypatch.setattr(machine, "find_spec", lambda _: triton or None)
-    monkeypatch.setattr(machine, "installed", lambda name: "3.9" if name == "triton" else known(name))
+    monkeypatch.setattr(machine, "recorded_version", lambda name: "3.9" if name == "triton" else known(name))
     monkeypatch.setattr(machine.shutil, "which", lambda _: gcc)
     found = _compiler("H100")
     assert found.status == "ok" and said in found.found

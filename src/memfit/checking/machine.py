@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from difflib import get_close_matches
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, requires
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from memfit.planning.card_here import NOTICEABLE
 from memfit.recording.machine import GpuProcess, GpuState, host_memory
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.units import GiB, MiB, format_bytes, gib
-from memfit.versions import TESTED, outside_tested, release_of
+from memfit.versions import TESTED, outside_tested, recorded_version, release_of
 
 # -- its GPUs ----------------------------------------------------------------------------------------------------------
 
@@ -109,9 +109,8 @@ _ARCH = re.compile(r"(sm|compute)_(\d+)(\d)[a-z]?")
 def check_build(situation: Situation) -> Finding:
     situation.gpus_here()
     driver = situation.driver.get()
-    try:
-        said = version("torch")
-    except PackageNotFoundError:
+    said = recorded_version("torch")
+    if said is None:
         return BUILD.failed("torch is not installed", INSTALL)
     import torch
 
@@ -316,7 +315,7 @@ LOADING = "import bitsandbytes; print(bitsandbytes.__version__)"
 
 
 def check_packages(situation: Situation) -> Iterator[Finding]:
-    there = {name: found for name in PACKAGES if (found := installed(name)) is not None}
+    there = {name: found for name in PACKAGES if (found := recorded_version(name)) is not None}
     missing = [name for name in PACKAGES if name not in there]
     listed = ", ".join(f"{name} {found}" for name, found in there.items())
     if missing:
@@ -353,13 +352,6 @@ def conflicts(there: Mapping[str, str]) -> Iterator[tuple[str, Requirement, str]
 def is_met(requirement: Requirement, have: str) -> bool:
     """What follows the numbers of a version does not count: `2.13.0+cpu` and `2.13.0.dev1` are 2.13.0."""
     return requirement.specifier.contains(Version(have).base_version)
-
-
-def installed(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def check_bitsandbytes(situation: Situation) -> Finding:
@@ -403,17 +395,19 @@ def check_quantised(situation: Situation) -> Finding:
     method = work.quantised_by
     unpacked = work.quant == "dequantize" and method in ("fp8", "mxfp4")  # by transformers itself
     needed = () if unpacked else PACKAGES_OF[method]
-    missing = [name for name in needed if installed(name) is None]
+    missing = [name for name in needed if recorded_version(name) is None]
     if missing:
         way = "; or --quant dequantize" if method in ("fp8", "mxfp4") else ""
         found = f"{work.few_bits} needs {' and '.join(missing)}, not installed"
         return QUANTISED.failed(found, f"pip install {' '.join(missing)}{way}")
-    return QUANTISED.ok(f"{work.few_bits}: {', '.join(f'{name} {installed(name)}' for name in needed) or method}")
+    return QUANTISED.ok(
+        f"{work.few_bits}: {', '.join(f'{name} {recorded_version(name)}' for name in needed) or method}"
+    )
 
 
 def check_compiler(situation: Situation) -> Finding:
     """Of a job that is compiled: what Inductor needs on the machine that runs it, and whether memfit knows this one."""
-    torch = installed("torch") or ""
+    torch = recorded_version("torch") or ""
     if strange := ", ".join(outside_tested({"torch": torch})):
         said = f"the plan is of the compiler of {strange}, which memfit was not tested with"
         return COMPILER.warning(said, f"torch {' to '.join(TESTED['torch'])}")
@@ -432,7 +426,7 @@ def _for_kernels() -> dict[str, str | None]:
     """What Inductor needs on the machine that runs a job: where it is on this one."""
     compilers = (shutil.which(os.environ.get(name, name)) for name in C_COMPILERS)
     return {
-        "triton": None if find_spec("triton") is None else installed("triton") or "without a version",
+        "triton": None if find_spec("triton") is None else recorded_version("triton") or "without a version",
         "a C compiler": next(filter(None, compilers), None),
     }
 
@@ -455,7 +449,7 @@ SINCE: dict[str, tuple[int, ...]] = {
 
 def check_allocator_settings(situation: Situation) -> Iterator[Finding]:
     wanted = situation.asked.job.alloc_conf if situation.asked.job else ""
-    found = list(look(situation.environment, installed("torch"), wanted=wanted, at_start=started_with()))
+    found = list(look(situation.environment, recorded_version("torch"), wanted=wanted, at_start=started_with()))
     yield from found or [SETTINGS.ok("torch's own settings: no variable is set")]
 
 
