@@ -3,7 +3,7 @@
     python -m accuracy.levers           # rewrites docs/levers.md, in a few minutes
 
 A lever is predicted by itself on the plain job, and once more on top of checkpointing: savings do not add up, for the
-peak moves elsewhere. Times are ratios of rooflines (`memfit/fitting/step_cost.py`); how far those are from measured
+peak moves elsewhere. Times are ratios of rooflines (`memfit/fitting/durations.py`); how far those are from measured
 ratios stands at the end, from accuracy/measured/step_times.jsonl.
 """
 
