@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from memfit.analysis.stacks import code_line
@@ -104,30 +104,25 @@ class Suite:
     # -- the parts -----------------------------------------------------------------------------------------------
 
     def part_a(self) -> str:
-        lines = ["## (a) What the timelines show"]
-        for kind in KINDS:
-            found = self._profile(kind, LONGEST)
-            if isinstance(found, str):
-                lines.append(f"- {kind}: {found}")
-                continue
+        def timeline(kind: str, found: Profiled) -> Iterator[str]:
             self._save(found, self._snapshot_name(kind, LONGEST))
             phases = ", ".join(f"{name} {gib(size)}" for name, size in found.phases.items())
-            lines.append(f"- {kind}: peak {gib(found.peak_allocated_bytes)} in {found.peak_phase} ({phases}).")
-            lines += [f"  {_does_not_fit(found)}"] if not found.fits else []
-        lines.append(
+            yield f"- {kind}: peak {gib(found.peak_allocated_bytes)} in {found.peak_phase} ({phases})."
+            yield from [f"  {_does_not_fit(found)}"] if not found.fits else []
+
+        shapes = (
             "\nForward alone is a comb: each block's activations rise and fall on top of the weights, for nothing is "
             "kept. In a training step they pile up block by block until the loss, fall as backward consumes them while "
             "gradients rise, and the optimizer's own temporaries make the last hill."
         )
-        return "\n".join(lines)
+        return "\n".join(["## (a) What the timelines show", *self._of_both_kinds(timeline), shapes])
 
     def part_b(self) -> str:
         rows = []
         for context in CONTEXTS:
             found = {kind: self._profile(kind, context) for kind in KINDS}
             for kind, profiled in found.items():
-                if isinstance(profiled, Profiled):
-                    self._save(profiled, self._snapshot_name(kind, context))
+                self._save(profiled, self._snapshot_name(kind, context))
             rows.append((str(context), *(_mib(found[kind]) for kind in KINDS)))
         table = _table(("Context Length", "Forward Pass (MB)", "Full Training Step (MB)"), rows)
         self._write(PEAKS, f"{self._title('Peak memory')}\n{table}\n")
@@ -139,8 +134,7 @@ class Suite:
             plain = self._profile(kind, LONGEST)
             for dtype in (None, "bf16"):
                 found = self._profile(kind, LONGEST, dtype)
-                if isinstance(found, Profiled):
-                    self._save(found, self._snapshot_name(kind, LONGEST, dtype or "fp32"))
+                self._save(found, self._snapshot_name(kind, LONGEST, dtype or "fp32"))
                 name = f"{(dtype or 'fp32').upper()} {kind.capitalize()}"
                 rows.append((name, _mib(found), "baseline" if dtype is None else _saving(plain, found)))
         table = _table(("Configuration", "Peak Memory (MB)", "Memory Savings vs FP32"), rows)
@@ -167,17 +161,17 @@ class Suite:
         return f"## (d) One activation of the residual stream\n\n{text}"
 
     def part_e(self) -> str:
-        lines = ["## (e) The largest allocations"]
-        for kind in KINDS:
-            found = self._profile(kind, LONGEST)
-            if isinstance(found, str):
-                lines.append(f"- {kind}: {found}")
-                continue
-            lines.append(f"\n{kind}, in the measured steps:\n")
-            lines += [f"- {line}" for line in self._largest(found)]
-        return "\n".join(lines)
+        def largest(kind: str, found: Profiled) -> list[str]:
+            return [f"\n{kind}, in the measured steps:\n", *(f"- {line}" for line in self._largest(found))]
+
+        return "\n".join(["## (e) The largest allocations", *self._of_both_kinds(largest)])
 
     # -- what they are made of -----------------------------------------------------------------------------------
+
+    def _of_both_kinds(self, lines: Callable[[str, Profiled], Iterable[str]]) -> Iterator[str]:
+        for kind in KINDS:
+            found = self._profile(kind, LONGEST)
+            yield from [f"- {kind}: {found}"] if isinstance(found, str) else lines(kind, found)
 
     def _profile(self, kind: str, context: int, dtype: str | None = None) -> Profiled | str:
         key = kind, context, dtype
@@ -230,7 +224,9 @@ class Suite:
         base = self.base
         return f"{what}: {origin}; {base.model}, batch {base.workload.batch_size}. MB are 2^20 bytes.\n"
 
-    def _save(self, found: Profiled, name: str) -> None:
+    def _save(self, found: Profiled | str, name: str) -> None:
+        if isinstance(found, str):  # it did not run
+            return
         self.folder.mkdir(parents=True, exist_ok=True)
         save_snapshot(found.snapshot, self.folder / name)
         self._note(self.folder / name)
