@@ -73,12 +73,12 @@ class Account:
     @property
     def outside_bytes(self) -> int | None:
         """Of this process, not by torch: the context and libraries."""
-        return self.beside_bytes if self.beside_bytes is not None else _sum(self.own_bytes, _minus(self.held_bytes))
+        return self.beside_bytes if self.beside_bytes is not None else _less(self.own_bytes, self.held_bytes)
 
     @property
     def rest_bytes(self) -> int | None:
         """What is left over when everything is counted; below 0 something is counted twice."""
-        return _sum(self.whole_bytes, _minus(self.free_bytes), _minus(self.own_bytes), -self.others_bytes)
+        return _less(self.whole_bytes, self.free_bytes, self.own_bytes, self.others_bytes)
 
     @property
     def not_told_apart_bytes(self) -> int | None:
@@ -86,7 +86,7 @@ class Account:
         if self.own_bytes is not None:
             return None
         named = self.others_bytes + (self.cached_bytes or 0)
-        return _sum(self.whole_bytes, _minus(self.free_bytes), _minus(self.allocated_bytes), -named)
+        return _less(self.whole_bytes, self.free_bytes, self.allocated_bytes, named)
 
     @property
     def reachable_bytes(self) -> int | None:
@@ -167,8 +167,9 @@ def _sum(*parts: int | None) -> int | None:
     return sum(known) if len(known) == len(parts) else None
 
 
-def _minus(part: int | None) -> int | None:
-    return None if part is None else -part
+def _less(whole: int | None, *parts: int | None) -> int | None:
+    named = _sum(*parts)
+    return None if whole is None or named is None else whole - named
 
 
 def _middle(size: Size | None) -> int | None:
