@@ -296,7 +296,7 @@ PLANNING = [
 
 _SEARCH = _in("fitting/search.py", "fitting/test_search_boundaries.py", "fitting/test_fit_search.py")
 _LEVERS = _in("fitting/levers.py", "fitting/test_lever_flags.py", "fitting/test_search_boundaries.py")
-_LADDER = _in("fitting/ladder.py", "fitting/test_ladder_rungs.py", "fitting/test_fit_ladder.py")
+_LADDER = _in("fitting/ladder.py", "fitting/test_fit_ladder.py")
 _FORECAST = _in("fitting/forecast.py", "fitting/test_search_boundaries.py")
 
 FITTING = [
