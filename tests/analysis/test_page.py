@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 from made import DATA, random_trace, save, training
 
-from memfit.analysis.files import Report, report_file
 from memfit.analysis.page import MAX_BLOCKS, page_data
-from memfit.analysis.report import report_run
+from memfit.analysis.report import Report, report_file, report_run
 from memfit.analysis.run import run_of_trace
 from memfit.render.html import SCRIPTS, page
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from made import DATA, random_trace
 
-from memfit.analysis.files import Report, report_file
 from memfit.analysis.labels import ALL_CATEGORIES
 from memfit.analysis.page import Window, group_sums, sample
+from memfit.analysis.report import Report, report_file
 from memfit.analysis.run import Run, run_of_trace
 from memfit.analysis.viewing import Filter, RunView, only, sum_up, window_of
 from memfit.errors import UsageError

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from memfit.analysis.alive import growth
 from memfit.analysis.labels import Labels
 from memfit.analysis.own_lines import lines_alive
+from memfit.analysis.summary import growth
 from memfit.events import FREES, Action, Trace
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.replay import replay

@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from memfit.analysis.alive import largest
-from memfit.analysis.files import Report
 from memfit.analysis.labels import ALL_CATEGORIES, QUIET_PHASES, UNKNOWN
+from memfit.analysis.report import Report
 from memfit.analysis.run import Run, stack_lines
 from memfit.analysis.stacks import is_python, line_text
-from memfit.analysis.summary import Summary
+from memfit.analysis.summary import Summary, largest
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.timeline import BEFORE, Ints, Timeline
 

@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from memfit.analysis import alive
-from memfit.analysis.files import Report
 from memfit.analysis.labels import ALL_CATEGORIES, any_layer
 from memfit.analysis.page import Window, drawn_window, page_data
+from memfit.analysis.report import Report
 from memfit.analysis.run import Run
+from memfit.analysis.summary import shares
 from memfit.errors import UsageError
 from memfit.replay.timeline import BEFORE, Ints, allocated_changes
 
@@ -176,7 +176,7 @@ def sum_up(run: Run, window: Window) -> dict[str, Any]:
     highest = window.first + int(inside.argmax()) if len(inside) else window.first - 1
     if timeline.allocated_at(window.first - 1) >= timeline.allocated_at(highest):
         highest = window.first - 1
-    by = alive.by_line if run.labels.stacks else alive.by_module if run.labels.module.any() else alive.by_op
+    by: Any = "line" if run.labels.stacks else "module" if run.labels.module.any() else "op"
     return {
         "first_event": window.first, "last_event": window.last, "events": window.last - window.first,
         "begin_seconds": run.seconds(window.first), "end_seconds": run.seconds(max(window.last - 1, window.first)),
@@ -187,7 +187,7 @@ def sum_up(run: Run, window: Window) -> dict[str, Any]:
             {"category": ALL_CATEGORIES[i], **{name: int(column[i]) for name, column in sums.items()}} for i in used
         ],
         "total": {name: int(column.sum()) for name, column in sums.items()},
-        "made": [asdict(share) for share in by(timeline, run.labels, made, limit=8)],
+        "made": [asdict(share) for share in shares(timeline, run.labels, made, by, limit=8)],
     }  # fmt: skip
 
 

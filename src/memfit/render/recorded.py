@@ -58,7 +58,7 @@ def report(
 
     `html` also writes it as one self-contained page, over what is there only with `force`. `device` is the GPU to
     report on, by default that which needed most; `alloc_conf` replays a trace with these settings of the allocator."""
-    from memfit.analysis.files import files_read, report_file
+    from memfit.analysis.report import files_read, report_file
 
     if html is not None:
         check_free(Path(html), "--html", force, inputs=files_read(Path(file)))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memfit.analysis.files import ENDINGS, may_be_recording
+from memfit.analysis.report import ENDINGS, may_be_recording
 from memfit.analysis.run_folder import RUN_FILES
 from memfit.errors import UsageError
 from memfit.models.presets import presets, variants

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from memfit.analysis.files import report_file
+from memfit.analysis.report import report_file
 from memfit.analysis.viewing import RunView
 from memfit.errors import MemfitError
 from memfit.serving.worker import answers_pipe, send

@@ -17,8 +17,8 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
-from memfit.analysis.files import Report
 from memfit.analysis.page import page_data
+from memfit.analysis.report import Report
 from memfit.files import written_whole
 
 MODULES = (
