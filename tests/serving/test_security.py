@@ -16,8 +16,8 @@ pytest.importorskip("fastapi", reason="memfit[web] is not installed")
 import httpx
 from recorded_page import served
 
-from memfit.serving.found import look_below
 from memfit.serving.security import MOST_OTHERWISE, Guard, OutsidePath, inside, is_this_machine
+from memfit.serving.viewer import look_below
 
 WITH_TOKEN = {"authorization": "Bearer t"}
 JOB = {"job": {"kind": "train", "model": "gpt2"}}

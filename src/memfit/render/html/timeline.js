@@ -1,7 +1,6 @@
 // Memory over time, as one looks at it: which part is shown and how, what lies under the pointer, hands and keys.
 
-import { number, shortOp, size } from "./words.js";
-import { make, swatch } from "./dom.js";
+import { make, number, shortOp, size, swatch } from "./dom.js";
 import { onNextFrame } from "./chart.js";
 import { BOTTOM, Drawing, LEFT, RIGHT, TOP } from "./timeline_drawing.js";
 
