@@ -20,7 +20,7 @@ DOOR = {
 }
 """What other rooms may use, by file."""
 
-COMPILED = ("allocator", "blocks", "expandable", "playing")
+COMPILED = ("allocator", "blocks", "expandable")
 FOLDER = "_compiled"
 DIGEST = f"source{EXTENSION_SUFFIXES[0]}.sha256"
 """One for each kind of Python, as there is machine code for each."""

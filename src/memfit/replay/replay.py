@@ -24,10 +24,9 @@ import numpy as np
 from memfit.errors import InputError
 from memfit.events import Action, Trace
 from memfit.replay.alloc_config import ROUND_LARGE, AllocatorConfig
-from memfit.replay.allocator import CachingAllocator, OutOfMemory
+from memfit.replay.allocator import CachingAllocator, Calls, OutOfMemory, Progress, play
 from memfit.replay.blocks import AllocatorStats, Block, SegmentRecord
 from memfit.replay.driver import Driver, NotingDriver, Ranges
-from memfit.replay.playing import Calls, Progress, play
 from memfit.replay.timeline import BEFORE, Ints, Timeline, allocated_changes
 from memfit.units import MiB
 
