@@ -917,7 +917,7 @@ TRACING = [
 ]
 
 _GATE = _in("checking/gate.py", "checking/test_gate.py")
-_AGENTS = _in("agents/server.py", "agents/test_tools.py", "agents/test_mcp.py")
+_AGENTS = _in("serving/agents.py", "serving/test_tools.py", "serving/test_mcp.py")
 _KEYS = _in("jobfiles/keys.py", "jobfiles/test_job_files.py")
 _EDIT = _in("jobfiles/file.py", "jobfiles/test_job_files.py")
 _AXOLOTL = _in("jobfiles/axolotl.py", "jobfiles/test_job_files.py")

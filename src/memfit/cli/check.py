@@ -10,8 +10,8 @@ import typer
 
 import memfit
 from memfit.cli import output
+from memfit.cli.app import Group
 from memfit.cli.options import Json, Option, add_job_files, add_kinds, option, read_workload
-from memfit.cli.typed import Group
 from memfit.errors import UsageError
 from memfit.jobs.settings import KINDS, QLORA, flag
 from memfit.jobs.workload import Workload

@@ -12,9 +12,9 @@ import typer
 
 import memfit
 from memfit.cli import output
+from memfit.cli.app import Group
 from memfit.cli.options import HOW_MUCH, Json, Option, add_job_files, add_kinds, how_much, option, read_workload, whole
 from memfit.cli.plan import FAILS
-from memfit.cli.typed import Group
 from memfit.errors import UsageError
 from memfit.gpus import find_gpu
 from memfit.jobs.settings import split_names

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 
 from memfit.cli import output
-from memfit.cli.typed import Command
+from memfit.cli.app import Command
 from memfit.errors import UsageError
 from memfit.gpus import find_gpu
 from memfit.jobs.settings import (

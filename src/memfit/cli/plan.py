@@ -15,9 +15,9 @@ import typer
 
 import memfit
 from memfit.cli import output
+from memfit.cli.app import Command, Group
 from memfit.cli.many_jobs import batch
 from memfit.cli.options import HOW_MUCH, Json, Option, add_job_files, add_kinds, how_much, option, read_workload, whole
-from memfit.cli.typed import Command, Group
 from memfit.errors import UsageError
 from memfit.files import check_free, files_of_model, writing
 from memfit.gpus import find_gpu

@@ -12,7 +12,7 @@ pytest.importorskip("mcp")
 
 from mcp.server.mcpserver.exceptions import ToolError
 
-from memfit.agents import server
+from memfit.serving import agents
 
 
 class Loud:
@@ -24,9 +24,9 @@ class Loud:
 def test_what_is_printed_stays_out_of_the_protocol(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(server, "report_file", lambda path, **_: Loud())
+    monkeypatch.setattr(agents, "report_file", lambda path, **_: Loud())
 
-    assert server.report("x.pickle") == {"schema": "loud"}
+    assert agents.report("x.pickle") == {"schema": "loud"}
     assert capsys.readouterr() == ("", "a library says something\n")
 
 
@@ -37,8 +37,8 @@ def test_what_is_to_be_kept_is_told_to_who_searches(monkeypatch: pytest.MonkeyPa
         asked.update(given, rank=work.rank)
         return Loud()
 
-    monkeypatch.setattr(server, "make_fit", fit)
-    server.fit(gpu="8GB", kind="lora", model="gpt2", settings={"rank": 4}, keep=["rank", "seq_len"])
+    monkeypatch.setattr(agents, "make_fit", fit)
+    agents.fit(gpu="8GB", kind="lora", model="gpt2", settings={"rank": 4}, keep=["rank", "seq_len"])
 
     assert asked == {"gpu": "8GB", "keep": ("rank", "seq_len"), "rank": 4}
 
@@ -50,16 +50,16 @@ def test_keys_that_are_to_be_left_out_of_a_file_are(monkeypatch: pytest.MonkeyPa
         asked.update(given, file=file)
         return SimpleNamespace(workload=None)
 
-    monkeypatch.setattr(server, "read_job", read)
-    monkeypatch.setattr(server, "predict", lambda work, **_: Loud())
-    server.plan(job_file="job.yaml", without=["deepspeed"], settings={"rank": 2})
+    monkeypatch.setattr(agents, "read_job", read)
+    monkeypatch.setattr(agents, "predict", lambda work, **_: Loud())
+    agents.plan(job_file="job.yaml", without=["deepspeed"], settings={"rank": 2})
 
     assert asked == {"file": "job.yaml", "without": ["deepspeed"], "rank": 2}
 
 
 def test_an_error_comes_with_what_to_do_about_it() -> None:
     with pytest.raises(ToolError, match="no model called 'gtp2'") as told:
-        server.plan(kind="train", model="gtp2")
+        agents.plan(kind="train", model="gtp2")
     assert "did you mean 'gpt2'" in str(told.value)
 
 
@@ -67,6 +67,6 @@ def test_a_bug_is_told_with_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
     def explain(*_: Any, **__: Any) -> Loud:
         raise PermissionError(13, "Permission denied", "/proc/1/cwd")
 
-    monkeypatch.setattr(server, "explain_error", explain)
+    monkeypatch.setattr(agents, "explain_error", explain)
     with pytest.raises(ToolError, match=r"PermissionError: .*'/proc/1/cwd'\nthis is a bug in memfit"):
-        server.explain(text="CUDA out of memory")
+        agents.explain(text="CUDA out of memory")

@@ -17,7 +17,7 @@ pytest.importorskip("mcp")
 
 BUSY = """
 import os, sys, tempfile, time
-from memfit.agents import server
+from memfit.serving import agents
 from memfit.cli.main import run
 
 def predict(*_, **__):
@@ -25,7 +25,7 @@ def predict(*_, **__):
         os.write(2, b"asked\\n")
         time.sleep(600)
 
-server.predict = predict
+agents.predict = predict
 sys.argv = ["memfit", "mcp"]
 run()
 """
