@@ -737,11 +737,6 @@ SNAPSHOTS = [
         "for code, weight in weights.items()) > MAX_LOADED:",
         "for code, weight in weights.items()) < 0:",
     ),
-    _FILE(
-        "a history that breaks the pattern is paired",
-        "    if not _MAY_FOLLOW[before, kind].all():\n        return None\n",
-        "",
-    ),
 ]
 
 _DIFF = _in("analysis/diff.py", "analysis/test_diff_boundaries.py", "analysis/test_diff.py")

@@ -1,7 +1,7 @@
 """Which commands there are, how a line that was typed becomes one of them, and typer as memfit wants it.
 
-`memfit --help` answers at once, without torch. Text stays text, no option counts twice, help has headings, an interruption
-is told in a line.
+`memfit --help` answers at once, without torch. Text stays text, no option counts twice, help has headings, and an
+interruption is told in a line.
 """
 
 from __future__ import annotations

@@ -220,7 +220,7 @@ class WorkerQueue:
         if not at_once:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(process.wait(), 1)
-        return await _end(process)
+        return await end(process)
 
 
 async def _started(*said: str, cwd: str | None = None, **variables: str) -> Process:
@@ -236,7 +236,7 @@ async def _message(process: Process) -> Answer:
     return Answer(*await receive(process.stdout))
 
 
-async def _end(process: Process) -> int:
+async def end(process: Process) -> int:
     """Its exit code, once it has ended and its pipes are closed: one that outlives the event loop never is."""
     assert process.stdin is not None and process.stdout is not None
     if process.returncode is None:
@@ -360,4 +360,4 @@ class OpenedFile:
 
     async def _end(self) -> None:
         if self._process is not None:
-            await _end(self._process)
+            await end(self._process)
