@@ -32,17 +32,9 @@ from memfit.errors import UnknownName, UsageError
 from memfit.units import GiB, MiB, TiB, format_bytes, parse_bytes
 
 MAX_THREADS_PER_SM = {
-    (7, 0): 2048,
-    (7, 5): 1024,
-    (8, 0): 2048,
-    (8, 6): 1536,
-    (8, 9): 1536,
-    (9, 0): 2048,
-    (10, 0): 2048,
-    (10, 3): 2048,
-    (12, 0): 1536,
-    (12, 1): 1536,
-}
+    (7, 0): 2048, (7, 5): 1024, (8, 0): 2048, (8, 6): 1536, (8, 9): 1536, (9, 0): 2048, (10, 0): 2048, (10, 3): 2048,
+    (12, 0): 1536, (12, 1): 1536,
+}  # fmt: skip
 """CUDA C++ programming guide, technical specifications per compute capability."""
 
 # At the start there is a fixed part and one for every thread. Two cards give the line: RTX 3090 (125,952 threads, 256
@@ -270,15 +262,10 @@ def _sliced(name: str, profile: str) -> dict[str, Any]:
     for part in ("flops_16bit", "flops_fp32"):
         speed[part] *= own["sm_count"] / card["sm_count"]
     return {
-        "name": f"{name} MIG {profile}",
-        "arch": card["arch"],
-        "total_mib": own["total_mib"],
-        "total": "reported",
-        "sm_count": own["sm_count"],
-        "l2_mib": _l2_mib(card) * own["memory_eighths"] / 8,
-        "source": cut["source"],
+        "name": f"{name} MIG {profile}", "arch": card["arch"], "total_mib": own["total_mib"], "total": "reported",
+        "sm_count": own["sm_count"], "l2_mib": _l2_mib(card) * own["memory_eighths"] / 8, "source": cut["source"],
         "speed": speed,
-    }
+    }  # fmt: skip
 
 
 def _from_card(card: dict[str, Any]) -> Gpu:

@@ -95,7 +95,11 @@ def report_run(run: Run) -> dict[str, Any]:
         "category_source": labels.source, "there_before": there_before(timeline, blocks),
         **_groups(run, blocks),
         "largest": [_allocation(run, alike) for alike in largest_kinds(timeline, labels, blocks, LARGEST)],
-        "phases": _phase_rows(run), "phase_source": labels.phase_source,
+        "phases": [
+            {**asdict(phase), "begin_seconds": run.seconds(phase.begin_event)}
+            for phase in run.summary.phases[:MAX_PHASES]
+        ],
+        "phase_source": labels.phase_source,
         "annotations": [asdict(span) for span in spans(run)],
         "idle": {name: _idle(run, at) for name, at in idle.items()}, "segments": _segments(run),
         "temporaries": _temporaries(run), "growth": asdict(growth(timeline, labels)), "ooms": list(_ooms(run)),
@@ -150,11 +154,6 @@ def _allocation(run: Run, alike: Ints) -> dict[str, Any]:
         "freed_seconds": run.seconds(death) if death < len(run.trace) else None,
         "stack": stack_lines(run.frames(block)),
     }  # fmt: skip
-
-
-def _phase_rows(run: Run) -> list[dict[str, Any]]:
-    phases = run.summary.phases[:MAX_PHASES]
-    return [{**asdict(phase), "begin_seconds": run.seconds(phase.begin_event)} for phase in phases]
 
 
 def _idle(run: Run, event: int | None) -> dict[str, Any] | None:

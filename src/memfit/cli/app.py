@@ -69,13 +69,15 @@ def _once(parser: Any) -> Any:
     return parser
 
 
-class Command(TyperCommand):
+class _AsTyped:
     def get_params(self, ctx: Any) -> list[Any]:
-        return _late(super().get_params(ctx))
+        return _late(super().get_params(ctx))  # type: ignore[misc]
 
     def make_parser(self, ctx: Any) -> Any:
-        return _once(super().make_parser(ctx))
+        return _once(super().make_parser(ctx))  # type: ignore[misc]
 
+
+class Command(_AsTyped, TyperCommand):
     def invoke(self, ctx: Any) -> Any:
         """Of an interruption typer makes an exit code, without a word."""
         try:
@@ -98,13 +100,7 @@ class Grouped(Command):
                 formatter.write_dl(records)
 
 
-class Group(TyperGroup):
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _late(super().get_params(ctx))
-
-    def make_parser(self, ctx: Any) -> Any:
-        return _once(super().make_parser(ctx))
-
+class Group(_AsTyped, TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """What a command does is wrapped where it takes more than a line: typer would cut it off."""
         with formatter.section("Commands"):

@@ -97,12 +97,7 @@ def _replace(path: Path, text: str) -> None:
         beside.write_text(text, encoding="utf-8")
 
 
-GPUS_SCHEMA, MODELS_SCHEMA = "memfit.gpus/1", "memfit.models/1"
-
-
-def gpus(
-    json: Json = False,
-) -> None:
+def gpus(json: Json = False) -> None:
     """List the cards that --gpu knows by name, and slices of them.
 
     Memory is what a card gives to a program, which is less than its label; context is what CUDA itself takes of that
@@ -113,7 +108,7 @@ def gpus(
     from memfit.gpus import list_gpus, list_slices
 
     document = {
-        "schema": GPUS_SCHEMA,
+        "schema": "memfit.gpus/1",
         "gpus": [
             {
                 "name": card.name, "capacity_bytes": card.capacity_bytes, "context_bytes": card.context_bytes,
@@ -126,17 +121,10 @@ def gpus(
             for card in (*list_gpus(), *list_slices())
         ],
     }  # fmt: skip
-    if json:
-        output.print_json(document)
-    else:
-        from memfit.render.small import show_gpus
-
-        output.show(show_gpus, document)
+    output.tell_document(document, json=json)
 
 
-def models(
-    json: Json = False,
-) -> None:
+def models(json: Json = False) -> None:
     """List the models that --model knows by name.
 
     They are hyper-parameters only: nothing is downloaded, for memory does not depend on the values of weights. Those
@@ -145,7 +133,7 @@ def models(
     from memfit.models.presets import encoders, presets, variants
 
     document = {
-        "schema": MODELS_SCHEMA,
+        "schema": "memfit.models/1",
         "models": [
             {
                 "name": preset.name, "type": preset.model_type, "parameters": preset.parameters,
@@ -160,9 +148,4 @@ def models(
             for preset in (*presets(), *encoders())
         ],
     }  # fmt: skip
-    if json:
-        output.print_json(document)
-    else:
-        from memfit.render.small import show_models
-
-        output.show(show_models, document)
+    output.tell_document(document, json=json)

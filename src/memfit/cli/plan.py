@@ -15,9 +15,19 @@ import typer
 
 import memfit
 from memfit.cli import output
-from memfit.cli.app import Command, Group
+from memfit.cli.app import Command
 from memfit.cli.many_jobs import batch
-from memfit.cli.options import HOW_MUCH, Json, Option, add_job_files, add_kinds, how_much, option, read_workload, whole
+from memfit.cli.options import (
+    HOW_MUCH,
+    Json,
+    Option,
+    add_kinds,
+    group_for_job_files,
+    how_much,
+    option,
+    read_workload,
+    whole,
+)
 from memfit.errors import UsageError
 from memfit.files import check_free, files_of_model, writing
 from memfit.gpus import find_gpu
@@ -188,14 +198,6 @@ EXTRA: dict[str, Option] = {
 }  # fmt: skip
 SUMMARY = "Predict a job's peak memory, without a GPU: allocated, reserved, device; what is alive; whether it fits."
 
-plan = typer.Typer(
-    cls=Group,
-    help=SUMMARY,
-    short_help="Predict a job's peak memory, without a GPU.",
-    epilog=output.example(EXAMPLES["lora"]),
-    no_args_is_help=True,
-)
-
 
 def _plan(typed: Mapping[str, Any], **asked: Any) -> int:
     return _tell(read_workload(typed, asked["gpu"]), None, **asked)
@@ -245,11 +247,11 @@ def _with_duration(made: Plan, workload: Workload, asked: dict[str, int]) -> Pla
     return made
 
 
-add_kinds(plan, _plan, EXTRA, of_training=HOW_MUCH, what=WHAT, examples=EXAMPLES)
-add_job_files(
-    plan, _plan_file, {**EXTRA, **HOW_MUCH}, summary=SUMMARY,
-    needed="memfit plan lora --model qwen2.5-7b, or memfit plan --from train.yaml",
+plan = group_for_job_files(
+    _plan_file, {**EXTRA, **HOW_MUCH}, summary=SUMMARY, short="Predict a job's peak memory, without a GPU.",
+    example=EXAMPLES["lora"], needed="memfit plan lora --model qwen2.5-7b, or memfit plan --from train.yaml",
 )  # fmt: skip
+add_kinds(plan, _plan, EXTRA, of_training=HOW_MUCH, what=WHAT, examples=EXAMPLES)
 plan.command(
     cls=Command,
     epilog=output.example("memfit plan batch examples/sweep.jsonl --gpu 24GB | jq -c '[.id, .verdict]'"),

@@ -7,7 +7,7 @@ DOOR = {
     "plan": "as_text say_verdict say_why",
     "recorded": "Difference FileReport diff export report",
     "shown": "NOT_MODELLED NO_BF16 Renderer Shown renderer_of stands_in_front",
-    "small": "show_gpus show_models show_watch watch_view",
-    "table": "as_csv as_markdown show_table",
+    "small": "show_watch watch_view",
+    "table": "as_csv as_markdown",
 }
 """What other rooms may use, by file."""

@@ -16,7 +16,7 @@ RENDERERS = {
     "memfit.table/1": "table.show_table", "memfit.explain/1": "explain.show_explanation",
     "memfit.report/1": "report.show_report", "memfit.diff/1": "report.show_diff", "memfit.check/1": "small.show_check",
     "memfit.gate/1": "small.show_gate", "memfit.profile/1": "small.show_profile",
-    "memfit.trials/1": "small.show_trials",
+    "memfit.trials/1": "small.show_trials", "memfit.gpus/1": "small.show_gpus", "memfit.models/1": "small.show_models",
 }  # fmt: skip
 """Of each document the file of this room that renders it, and the function: imported only where somebody reads it."""
 NOT_MODELLED, NO_BF16, STORED = "not modelled:", "no bf16 on", "the checkpoint is quantised"

@@ -16,7 +16,7 @@ DOOR = {
     "alloc_config": "AllocatorConfig MIN_BLOCK_SIZE SMALL_SIZE",
     "driver": "COMES DRIVER_ACTIONS DriverCall Range Ranges",
     "replay": "DEFAULTS Replay Replays replay",
-    "timeline": "BEFORE Ints Lifetimes Timeline allocated_changes check_total lifetimes",
+    "timeline": "BEFORE Ints Lifetimes Timeline allocated_changes check_total lifetimes rounded_sizes",
 }
 """What other rooms may use, by file."""
 
