@@ -17,6 +17,7 @@ from memfit.events import CATEGORIES, Action
 from memfit.replay.timeline import BEFORE, Ints, Timeline
 
 LARGEST = 12
+MOST_TEMPORARIES = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,9 +257,7 @@ class Temporary:
     total_bytes: int  # of all of them, one after the other
 
 
-def temporaries(
-    timeline: Timeline, labels: Labels, names: Sequence[str], number: Ints, *, limit: int = 15
-) -> tuple[Temporary, ...]:
+def temporaries(timeline: Timeline, labels: Labels, names: Sequence[str], number: Ints) -> tuple[Temporary, ...]:
     """By op (`labels.ops`, `labels.op`) or by line of code; the ones that need most at once first."""
     blocks = short_lived(timeline, labels)
     blocks = blocks[timeline.size[blocks] > 0]
@@ -271,7 +270,7 @@ def temporaries(
     np.add.at(total, which, size)
     biggest = np.zeros(len(names), dtype=np.int64)
     np.maximum.at(biggest, which, size)
-    order = np.lexsort((-total, -at_once))[:limit]
+    order = np.lexsort((-total, -at_once))[:MOST_TEMPORARIES]
     return tuple(
         Temporary(names[i], int(at_once[i]), int(biggest[i]), int(count[i]), int(total[i]))
         for i in order.tolist()
