@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from memfit.recording.memory_log import MemoryLog, lightning_memory, print_gpu_memory_summary, trainer_memory
     from memfit.recording.recorder import record
     from memfit.recording.sampler import Sampler
-    from memfit.render.recorded import Difference, FileReport, diff, export, report
+    from memfit.render.shown import Difference, FileReport, diff, export, report
     from memfit.running.profile import Profile, profile
     from memfit.running.prune import prune
     from memfit.running.train import Trained, train
@@ -78,7 +78,7 @@ _LATE = {
     "recording.memory_log": "MemoryLog lightning_memory print_gpu_memory_summary trainer_memory",
     "recording.recorder": "record",
     "recording.sampler": "Sampler",
-    "render.recorded": "Difference FileReport diff export report",
+    "render.shown": "Difference FileReport diff export report",
     "running.magic": "load_ipython_extension",
     "running.profile": "Profile profile",
     "running.prune": "prune",

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from memfit.analysis.labels import ALL_CATEGORIES
-from memfit.analysis.page import group_sums, paths, sample
+from memfit.analysis.page import group_sums, sample
 from memfit.analysis.report import spans
-from memfit.analysis.run import Run, stack_lines
+from memfit.analysis.run import Run, paths, stack_lines
 from memfit.analysis.summary import largest
 from memfit.errors import UnknownName
 from memfit.events import Action, Trace

@@ -27,7 +27,7 @@ from memfit.units import GiB, format_bytes
 if TYPE_CHECKING:
     from asyncio import StreamReader
 
-    from memfit.analysis.viewing import RunView
+    from memfit.analysis.page import RunView
 
 
 DOES = {
@@ -126,7 +126,7 @@ MOST_READ_BYTES = 8 * GiB
 
 
 def read_recording(path: str, title: str) -> None:
-    from memfit.analysis.viewing import RunView
+    from memfit.analysis.page import RunView
 
     answers = answers_pipe()
     _bound()
