@@ -131,6 +131,7 @@ PRUNING = [
 ]
 
 _REPLAY = _in("replay/replay.py", "replay/test_replay_boundaries.py", "replay/test_replay.py")
+_ROUNDING = _in("replay/timeline.py", "analysis/test_observed.py")
 _TIMELINE = _in("replay/timeline.py", "replay/test_replay_boundaries.py", "replay/test_replay.py")
 _ALLOCATOR = _in("replay/allocator.py", "replay/test_replay_boundaries.py", "replay/test_allocator.py")
 
@@ -173,12 +174,7 @@ REPLAY = [
         "elif self.waits_at.pop(subject, None) is not None:",
     ),
     _REPLAY("a twin forgets what waits", "        other.waits_at = dict(self.waits_at)\n", ""),
-    _REPLAY(
-        "power-of-two rounding is left out of the least capacity",
-        "    if max(config.roundup_power2_divisions) <= 1:\n        sizes",
-        "    if True:\n        sizes",
-        harmless="a lower bound that is lower: the bisection takes longer",
-    ),
+    _ROUNDING("power-of-two rounding is left out of recordings", "max(config.roundup_power2_divisions) <= 1", "True"),
     _ALLOCATOR("oversize release claims success", "return released >= wanted", "return True"),
     _ALLOCATOR("oversize release goes on after enough", "if released >= wanted or block.size", "if block.size"),
     _ALLOCATOR(
