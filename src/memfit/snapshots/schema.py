@@ -200,7 +200,6 @@ class History:
         self.unknown_count = 0
         self._stacks = stacks
         self._marks = marks
-        self._names: dict[tuple[int, str], tuple[int, int]] = {}  # of a stack and a label: op and module of the trace
         self._live: dict[int, int] = {}  # address -> block
         self._leaving: dict[int, int] = {}  # the same, between the two halves of a free
         self._before: list[tuple[int, int, int, int]] = []  # requested, stream, address, stack
@@ -230,8 +229,7 @@ class History:
         stack, times, actions = self._stacks.stack, self.times, self.trace.actions
         for code, address, size, stream, time, frames, category, label in rows:
             if code == ALLOC:
-                self._alloc(address, size, stream)
-                self._describe(stack(frames, where), category, label)
+                self._alloc(address, size, stream, stack(frames, where), category, label)
                 requested = -1
             elif code == REQUESTED:
                 requested = address if self._request(address, size, stream) else -1
@@ -249,35 +247,19 @@ class History:
             while len(times) < len(actions):
                 times.append(time)
 
-    def _alloc(self, address: int, size: int, stream: int) -> None:
+    def _alloc(self, address: int, size: int, stream: int, stack: int, category: str, label: str) -> None:
+        """A label of the program's own stands where a module would."""
         trace = self.trace
         if address in self._leaving:
             trace.free_completed(self._leaving.pop(address))
         elif address in self._live:  # its free was not recorded
             self.lost_frees += 1
             trace.free(self._live[address])
-        block = self._live[address] = len(trace.requested)
-        trace.requested.append(size)
-        trace.streams.append(stream)
-        trace.addresses.append(address)
-        trace.actions.append(Action.ALLOC)
-        trace.subjects.append(block)
-
-    def _describe(self, stack: int, category: str, label: str) -> None:
-        """The columns of a block that say what it is; a label of the program's own stands where a module would."""
-        trace = self.trace
-        op, module = self._names_of(stack, label)
-        trace.category_of.append(trace.name_id(category) if category else 0)
-        trace.op_of.append(op)
-        trace.module_of.append(module)
+        op, module = self._stacks.labels[stack]
+        self._live[address] = trace.alloc(
+            size, stream=stream, category=category, op=op, module=module or label, address=address
+        )
         self.stack_of.append(stack)
-
-    def _names_of(self, stack: int, label: str) -> tuple[int, int]:
-        names = self._names.get((stack, label))
-        if names is None:
-            op, module = self._stacks.labels[stack]
-            names = self._names[stack, label] = self.trace.name_id(op), self.trace.name_id(module or label)
-        return names
 
     def _request(self, address: int, size: int, stream: int) -> bool:
         if address in self._leaving:  # asked for twice: no allocator does that
