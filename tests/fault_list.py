@@ -735,8 +735,8 @@ SNAPSHOTS = [
     ),
 ]
 
-_DIFF = _in("analysis/diff.py", "analysis/test_diff_boundaries.py", "analysis/test_diff.py")
-_RENDER_DIFF = _in("render/report.py", "analysis/test_diff_boundaries.py", "analysis/test_diff.py")
+_DIFF = _in("analysis/diff.py", "analysis/test_diff.py")
+_RENDER_DIFF = _in("render/report.py", "analysis/test_diff.py")
 _GROWTH = _in("recording/growth.py", "recording/test_growth_boundaries.py", "recording/test_growth.py")
 
 ANALYSIS = [
@@ -908,7 +908,7 @@ TRACING = [
 ]
 
 _GATE = _in("checking/gate.py", "checking/test_gate.py")
-_AGENTS = _in("serving/agents.py", "serving/test_tools.py", "serving/test_mcp.py")
+_AGENTS = _in("serving/agents.py", "serving/test_agents.py")
 _KEYS = _in("jobfiles/keys.py", "jobfiles/test_job_files.py")
 _EDIT = _in("jobfiles/file.py", "jobfiles/test_job_files.py")
 _AXOLOTL = _in("jobfiles/axolotl.py", "jobfiles/test_job_files.py")
