@@ -39,17 +39,11 @@ async def _read_question(request: Request) -> dict[str, Any]:
     kind, body = request.headers.get("content-type", "").partition(";")[0], await request.body()
     if kind.strip().lower() != "application/json":
         raise InputError("this is no question that can be read", hint="an object in JSON, as application/json")
-    if not _is_text(body):
-        raise HTTPException(400, "this is no question that can be read: it is not in UTF-8")
-    return read_object(body, "JSON")
-
-
-def _is_text(body: bytes) -> bool:
     try:
         body.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+    except UnicodeDecodeError as error:
+        raise HTTPException(400, "this is no question that can be read: it is not in UTF-8") from error
+    return read_object(body, "JSON")
 
 
 Asked = Annotated[dict[str, Any], Depends(_read_question)]

@@ -57,12 +57,12 @@ def load_plain(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Any:
     except InputError:
         raise
     except MemoryError:
-        raise InputError(f"cannot read snapshot {str(path)!r}: it needs more memory than there is") from None
+        raise cannot_read(path, "it needs more memory than there is") from None
     except Exception as error:  # whatever a damaged pickle or JSON text makes the parser raise
         why = "it nests too deeply" if isinstance(error, RecursionError) else f"it is damaged ({_short(error)})"
-        raise InputError(f"cannot read snapshot {str(path)!r}: {why}", hint=_CUT_OFF) from error
+        raise cannot_read(path, why, _CUT_OFF) from error
     what = "it is empty" if not data else "it is neither a pickle (protocol 2 to 5) nor JSON"
-    raise InputError(f"cannot read snapshot {str(path)!r}: {what}", hint=_WRITERS)
+    raise cannot_read(path, what, _WRITERS)
 
 
 def _read(path: str | Path, max_bytes: int) -> bytes:
@@ -70,7 +70,7 @@ def _read(path: str | Path, max_bytes: int) -> bytes:
         info = os.stat(path)  # before open: to open a named pipe is to wait for its writer
         if not stat.S_ISREG(info.st_mode):
             kind = "a folder" if stat.S_ISDIR(info.st_mode) else "not a file"
-            raise InputError(f"cannot read snapshot {str(path)!r}: it is {kind}", hint=_WRITERS)
+            raise cannot_read(path, f"it is {kind}", _WRITERS)
         if info.st_size > max_bytes:
             _too_large(path, format_bytes(info.st_size), max_bytes)
         with open(path, "rb") as source:
@@ -80,7 +80,7 @@ def _read(path: str | Path, max_bytes: int) -> bytes:
     except (OSError, ValueError) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"cannot read snapshot {str(path)!r}: {_short(error)}") from error
+        raise cannot_read(path, _short(error)) from error
 
 
 def _inflate(path: str | Path, data: bytes, max_bytes: int) -> bytes:
@@ -89,11 +89,11 @@ def _inflate(path: str | Path, data: bytes, max_bytes: int) -> bytes:
     try:
         plain = stream.decompress(data, max_bytes + 1)
     except zlib.error as error:
-        raise InputError(f"cannot read snapshot {str(path)!r}: its gzip is damaged", hint=_CUT_OFF) from error
+        raise cannot_read(path, "its gzip is damaged", _CUT_OFF) from error
     if len(plain) > max_bytes:
         _too_large(path, "larger when unpacked", max_bytes)
     if not stream.eof:
-        raise InputError(f"cannot read snapshot {str(path)!r}: its gzip ends too early", hint=_CUT_OFF)
+        raise cannot_read(path, "its gzip ends too early", _CUT_OFF)
     return plain
 
 
@@ -147,7 +147,7 @@ _STRINGS = re.compile(rb"\x8c.([\x20-\x7e]{1,255})\x94?\x8c.([\x20-\x7e]{1,255})
 def _check_opcodes(path: str | Path, data: bytes) -> None:
     protocol = data[1] if len(data) > 1 else 0
     if not 2 <= protocol <= 5:
-        raise InputError(f"cannot read snapshot {str(path)!r}: no pickle has protocol {protocol}", hint=_WRITERS)
+        raise cannot_read(path, f"no pickle has protocol {protocol}", _WRITERS)
     _check_weight(path, data, _WEIGHTS)
     at, end = 2, len(data)
     while at < end:
@@ -178,7 +178,7 @@ def _refuse_opcode(path: str | Path, data: bytes, at: int) -> NoReturn:
         _refuse(path, f"it asks Python to import {what}, which no memory snapshot needs")
     name = next((known.name for known in pickletools.opcodes if known.code == code.decode("latin-1")), None)
     if name is None:
-        raise InputError(f"cannot read snapshot {str(path)!r}: it is damaged at byte {at:,}", hint=_CUT_OFF)
+        raise cannot_read(path, f"it is damaged at byte {at:,}", _CUT_OFF)
     if code == b"\x8a" and data[at + 1 : at + 2] > b"\x09":
         _refuse(path, f"it holds a number of {data[at + 1]} bytes, which no memory snapshot needs")
     if code == b"r" and len(data) - at > 4:
@@ -213,14 +213,16 @@ def _check_weight(path: str | Path, data: bytes, weights: dict[bytes, int]) -> N
 # -- words -----------------------------------------------------------------------------------------------------
 
 
+def cannot_read(path: str | Path, why: str, hint: str | None = None) -> InputError:
+    return InputError(f"cannot read snapshot {str(path)!r}: {why}", hint=hint)
+
+
 def _refuse(path: str | Path, why: str) -> NoReturn:
     raise InputError(f"refused to open {str(path)!r}: {why}", hint=_NOT_RUN)
 
 
 def _cut_off(path: str | Path, end: int) -> NoReturn:
-    raise InputError(
-        f"cannot read snapshot {str(path)!r}: it ends at byte {end:,} in the middle of a value", hint=_CUT_OFF
-    )
+    raise cannot_read(path, f"it ends at byte {end:,} in the middle of a value", _CUT_OFF)
 
 
 def _too_large(path: str | Path, size: str, max_bytes: int) -> NoReturn:

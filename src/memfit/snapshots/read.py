@@ -24,10 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from memfit.errors import InputError
 from memfit.events import Trace
 from memfit.files import no_collector
-from memfit.snapshots.file import MAX_BYTES, load_plain
+from memfit.snapshots.file import MAX_BYTES, cannot_read, load_plain
 from memfit.snapshots.schema import (
     MAX_DEVICES,
     Frame,
@@ -125,12 +124,10 @@ def read_snapshot(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Snapshot:
     try:
         return snapshot_of(raw)
     except Malformed as error:
-        raise InputError(
-            f"cannot read snapshot {str(path)!r}: {error}",
-            hint="is it a memory snapshot? torch.cuda.memory._dump_snapshot writes them",
-        ) from None
+        hint = "is it a memory snapshot? torch.cuda.memory._dump_snapshot writes them"
+        raise cannot_read(path, str(error), hint) from None
     except MemoryError:
-        raise InputError(f"cannot read snapshot {str(path)!r}: it needs more memory than there is") from None
+        raise cannot_read(path, "it needs more memory than there is") from None
 
 
 def snapshot_of(raw: Any) -> Snapshot:
