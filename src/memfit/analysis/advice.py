@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from memfit.analysis.labels import Labels
-from memfit.analysis.own_lines import lines_alive
+from memfit.analysis.stacks import lines_alive
 from memfit.analysis.summary import growth
 from memfit.events import FREES, Action, Trace
 from memfit.replay.alloc_config import AllocatorConfig
