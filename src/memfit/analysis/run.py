@@ -7,6 +7,7 @@ run.summary.breakdown, run.seconds(12), run.frames(block)
 from __future__ import annotations
 
 import zipfile
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,9 +17,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from memfit.analysis.labels import ALL_CATEGORIES, Labels, labels_of_trace
+from memfit.analysis.labels import ALL_CATEGORIES, Labels
 from memfit.analysis.observed import observe
-from memfit.analysis.stacks import is_python, labels_of_snapshot, line_text
+from memfit.analysis.stacks import is_python, labels_of_snapshot, labels_of_trace, line_text
 from memfit.analysis.summary import Summary
 from memfit.errors import InputError, UsageError
 from memfit.events import Trace
@@ -197,8 +198,6 @@ def pick(runs: list[Run], device: int | None) -> Run:
 
 
 def _with_a_device(snapshot: Snapshot) -> Snapshot:
-    from array import array
-
     if snapshot.traces:
         return snapshot
     traces, times, stacks = (Trace(origin="measured"),), (array("q"),), (array("i"),)

@@ -199,17 +199,18 @@ _NAMES = {
 }  # fmt: skip
 
 
-def lines_of_trace(timeline: Timeline) -> tuple[Names, Ints, bool]:
-    """Of a trace that kept its stacks: the lines, of each block its line, and whether any stack has one."""
+def labels_of_trace(timeline: Timeline, categories: Names = ALL_CATEGORIES) -> Labels:
+    """As the trace itself says. Where no block at all has a known category, all have the last of these."""
     trace = timeline.trace
     frames = [Frame(clean(file), line, clean(name)) for file, line, name in trace.frames]
     stack_of = np.zeros(len(trace.requested), dtype=np.int64)
     stack_of[: len(trace.stack_of)] = np.frombuffer(trace.stack_of, dtype=np.int32)
-    return _own_lines(timeline, [[frames[i] for i in stack] for stack in trace.stacks], stack_of)
+    lines, line, stacks = _own_lines(timeline, [[frames[i] for i in stack] for stack in trace.stacks], stack_of)
+    return make_labels(timeline, None, line, lines, marked_phases(trace), stacks=stacks, categories=categories)
 
 
 def _own_lines(timeline: Timeline, stacks: Sequence[Sequence[Frame]], stack_of: Ints) -> tuple[Names, Ints, bool]:
-    """Of what memfit itself wrote."""
+    """Of what memfit itself wrote: the lines, of each block its line, and whether any stack has one."""
     if not any(is_python(frame) for stack in stacks for frame in stack):
         return ("",), np.zeros(len(stack_of), dtype=np.int64), False
     without = NO_LINE if timeline.trace.origin == "predicted" else NO_PYTHON

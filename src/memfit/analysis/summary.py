@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from memfit.analysis.labels import ALL_CATEGORIES, QUIET_PHASES, Labels, Phase, labels_of_trace, phase_numbers
+from memfit.analysis.labels import ALL_CATEGORIES, QUIET_PHASES, Labels, Phase, phase_numbers
+from memfit.analysis.stacks import labels_of_trace
 from memfit.events import CATEGORIES, Action
 from memfit.replay.timeline import BEFORE, Ints, Timeline
 
