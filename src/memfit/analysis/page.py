@@ -132,6 +132,8 @@ def _changes(timeline: Timeline) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     return np.asarray(moved, dtype=np.bool_)
 
 
+# -- the whole of a run, or a stretch ---------------------------------------------------------------------------------
+
 MAX_BLOCKS = 120_000
 FEW = 10_000
 MAX_STACK_LINES = 200_000
@@ -411,6 +413,8 @@ def _packed(column: npt.NDArray[Any], kind: Any) -> str:
     little = np.ascontiguousarray(column, dtype=np.dtype(kind).newbyteorder("<"))
     return base64.b64encode(little.tobytes()).decode("ascii")
 
+
+# -- what a viewer asks -----------------------------------------------------------------------------------------------
 
 WHOLE_SAMPLES = 4000
 MAX_COLUMNS = 4000

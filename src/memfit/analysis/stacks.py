@@ -286,6 +286,8 @@ def _lines(
     return tuple(names), line
 
 
+# -- the lines of a person's own files --------------------------------------------------------------------------------
+
 BACKWARD_OF = "backward of "
 SHOWN = 12
 _LIBRARY = re.compile(

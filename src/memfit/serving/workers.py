@@ -250,6 +250,8 @@ async def end(process: Process) -> int:
     return await process.wait()
 
 
+# -- recordings --------------------------------------------------------------------------------------------------------
+
 MOST_OPEN = 3
 LONGEST_READING, LONGEST_ANSWER = 900.0, 60.0
 GONE = "this file is no longer open here: others were opened since"
