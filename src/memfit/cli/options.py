@@ -260,6 +260,13 @@ def option(
     return Annotated[kind, info], default
 
 
+def plain_command(options: Mapping[str, Option], run: Callable[..., int]) -> Callable[..., int]:
+    """`run(**given)` as a command of its name and docstring."""
+    made = _command((), options, run)
+    made.__name__, made.__doc__ = run.__name__.removeprefix("_"), run.__doc__
+    return made
+
+
 FROM: dict[str, Option] = {
     "from_": option(
         list[str] | None, "--from", "FILE", "A job file of LLaMA-Factory, Axolotl, torchtune or the HF Trainer; beside "
