@@ -269,16 +269,19 @@ def _sliced(name: str, profile: str) -> dict[str, Any]:
 
 
 def _from_card(card: dict[str, Any]) -> Gpu:
-    total, kind = card["total_mib"] * MiB, card["total"]
-    notes = [f"the capacity of the {card['name']} is estimated: {card['source']}"] if kind == "estimated" else []
-    _, basis, context_source = _context(card)
-    if basis != "measured":
-        notes.append(_context_note(card))
-    source = f"capacity {kind}: {card['source']}; context {basis}: {context_source}"
-    return _gpu(card, card["name"], total, tuple(notes), source)
+    name, kind = card["name"], card["total"]
+    gpu = _gpu(card, name, card["total_mib"] * MiB)
+    notes = [f"the capacity of the {name} is estimated: {card['source']}"] if kind == "estimated" else []
+    if gpu.context_basis != "measured":
+        estimated = gpu.context_basis == "estimated"
+        start = "is estimated" if estimated else "at its start is reported by others, the rest estimated"
+        told = f"what CUDA itself takes on the {name} {start}, and the upper end counts: {gpu.context_source}"
+        notes.append(told)
+    source = f"capacity {kind}: {card['source']}; context {gpu.context_basis}: {gpu.context_source}"
+    return replace(gpu, notes=tuple(notes), source=source)
 
 
-def _gpu(card: dict[str, Any], name: str, capacity: int, notes: tuple[str, ...], source: str) -> Gpu:
+def _gpu(card: dict[str, Any], name: str, capacity: int, notes: tuple[str, ...] = (), source: str = "") -> Gpu:
     arch, seen = _arch(card), card.get("context_seen")
     start, basis, context_source = _context(card)
     return Gpu(
@@ -297,12 +300,6 @@ def _gpu(card: dict[str, Any], name: str, capacity: int, notes: tuple[str, ...],
         l2_basis=card.get("l2", "assumed"),
         **_speeds(card),
     )
-
-
-def _context_note(card: dict[str, Any]) -> str:
-    _, basis, source = _context(card)
-    start = "is estimated" if basis == "estimated" else "at its start is reported by others, the rest estimated"
-    return f"what CUDA itself takes on the {card['name']} {start}, and the upper end counts: {source}"
 
 
 def _speeds(card: dict[str, Any]) -> dict[str, float | None]:
