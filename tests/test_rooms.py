@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "memfit"
 ORDER = (
     "errors", "units", "files", "versions", "environment", "gpus", "platform", "events", "replay", "snapshots",
     "analysis", "extrapolation", "tracing", "models", "recording", "jobs", "jobfiles", "render", "guides", "planning",
-    "scripts", "fitting", "explaining", "checking", "running", "serving", "agents", "cli",
+    "scripts", "fitting", "explaining", "checking", "running", "serving", "cli",
 )  # fmt: skip
 """From the ground up. A room may use those before it, but for these:"""
 NOT_USED: dict[str, tuple[str, ...]] = {
@@ -50,8 +50,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "explaining": TORCH,
     "checking": {*TORCH, "packaging"},
     "running": {"torch"},
-    "serving": {"fastapi", "starlette", "uvicorn"},
-    "agents": {"mcp"},
+    "serving": {"fastapi", "starlette", "uvicorn", "mcp"},
     "cli": {"typer", "rich"},
 }
 """Other packages that a room may import. planning has those with which it runs the Trainer on the traced device."""

@@ -202,7 +202,7 @@ def test_what_is_read_is_never_the_output_whatever_it_is_called(
 WRITERS = {
     "files.py": "the door",
     "recording/memory_log.py": "appends row by row to a log that the door has looked at",
-    "cli/watch.py": "appends row by row to a log that the door has looked at",
+    "cli/machine.py": "appends row by row to a log that the door has looked at",
     "jobs/training/result.py": "appends line by line to the run's own log",
     "jobs/training/checkpoints.py": "into a folder of its own, which is renamed when whole",
     "jobs/pruning/output.py": "into a folder of its own, which is renamed when whole; an old one may come back",

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from memfit.recording.memory_log import MemoryLog, lightning_memory, print_gpu_memory_summary, trainer_memory
     from memfit.recording.recorder import record
     from memfit.recording.sampler import Sampler
-    from memfit.render.recorded import Difference, FileReport, diff, export, report
+    from memfit.render.shown import Difference, FileReport, diff, export, report
     from memfit.running.profile import Profile, profile
     from memfit.running.prune import prune
     from memfit.running.train import Trained, train
@@ -52,57 +52,13 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = [
-    "Checked",
-    "Difference",
-    "Explanation",
-    "FileReport",
-    "Fitted",
-    "GateResult",
-    "InputError",
-    "JobFile",
-    "Ladder",
-    "Listener",
-    "MemfitError",
-    "MemoryLog",
-    "Plan",
-    "Profile",
-    "PruneResult",
-    "RanOut",
-    "Refusal",
-    "Sampler",
-    "Stopped",
-    "Table",
-    "TraceError",
-    "Trained",
-    "Trials",
-    "UnknownName",
-    "UsageError",
-    "Workload",
-    "__version__",
-    "check",
-    "diff",
-    "estimate_memory",
-    "explain",
-    "export",
-    "fit",
-    "gate",
-    "ladder",
-    "lightning_memory",
-    "predict",
-    "predict_many",
-    "print_gpu_memory_summary",
-    "profile",
-    "prune",
-    "read_job",
-    "record",
-    "report",
-    "table",
-    "trace",
-    "trace_script",
-    "train",
-    "trainer_memory",
-    "try_script",
-]
+    "Checked", "Difference", "Explanation", "FileReport", "Fitted", "GateResult", "InputError", "JobFile", "Ladder",
+    "Listener", "MemfitError", "MemoryLog", "Plan", "Profile", "PruneResult", "RanOut", "Refusal", "Sampler", "Stopped",
+    "Table", "TraceError", "Trained", "Trials", "UnknownName", "UsageError", "Workload", "__version__", "check", "diff",
+    "estimate_memory", "explain", "export", "fit", "gate", "ladder", "lightning_memory", "predict", "predict_many",
+    "print_gpu_memory_summary", "profile", "prune", "read_job", "record", "report", "table", "trace", "trace_script",
+    "train", "trainer_memory", "try_script",
+]  # fmt: skip
 
 _LATE = {
     "checking.check": "Checked check",
@@ -122,7 +78,7 @@ _LATE = {
     "recording.memory_log": "MemoryLog lightning_memory print_gpu_memory_summary trainer_memory",
     "recording.recorder": "record",
     "recording.sampler": "Sampler",
-    "render.recorded": "Difference FileReport diff export report",
+    "render.shown": "Difference FileReport diff export report",
     "running.magic": "load_ipython_extension",
     "running.profile": "Profile profile",
     "running.prune": "prune",

@@ -32,17 +32,9 @@ from memfit.errors import UnknownName, UsageError
 from memfit.units import GiB, MiB, TiB, format_bytes, parse_bytes
 
 MAX_THREADS_PER_SM = {
-    (7, 0): 2048,
-    (7, 5): 1024,
-    (8, 0): 2048,
-    (8, 6): 1536,
-    (8, 9): 1536,
-    (9, 0): 2048,
-    (10, 0): 2048,
-    (10, 3): 2048,
-    (12, 0): 1536,
-    (12, 1): 1536,
-}
+    (7, 0): 2048, (7, 5): 1024, (8, 0): 2048, (8, 6): 1536, (8, 9): 1536, (9, 0): 2048, (10, 0): 2048, (10, 3): 2048,
+    (12, 0): 1536, (12, 1): 1536,
+}  # fmt: skip
 """CUDA C++ programming guide, technical specifications per compute capability."""
 
 # At the start there is a fixed part and one for every thread. Two cards give the line: RTX 3090 (125,952 threads, 256
@@ -270,28 +262,26 @@ def _sliced(name: str, profile: str) -> dict[str, Any]:
     for part in ("flops_16bit", "flops_fp32"):
         speed[part] *= own["sm_count"] / card["sm_count"]
     return {
-        "name": f"{name} MIG {profile}",
-        "arch": card["arch"],
-        "total_mib": own["total_mib"],
-        "total": "reported",
-        "sm_count": own["sm_count"],
-        "l2_mib": _l2_mib(card) * own["memory_eighths"] / 8,
-        "source": cut["source"],
+        "name": f"{name} MIG {profile}", "arch": card["arch"], "total_mib": own["total_mib"], "total": "reported",
+        "sm_count": own["sm_count"], "l2_mib": _l2_mib(card) * own["memory_eighths"] / 8, "source": cut["source"],
         "speed": speed,
-    }
+    }  # fmt: skip
 
 
 def _from_card(card: dict[str, Any]) -> Gpu:
-    total, kind = card["total_mib"] * MiB, card["total"]
-    notes = [f"the capacity of the {card['name']} is estimated: {card['source']}"] if kind == "estimated" else []
-    _, basis, context_source = _context(card)
-    if basis != "measured":
-        notes.append(_context_note(card))
-    source = f"capacity {kind}: {card['source']}; context {basis}: {context_source}"
-    return _gpu(card, card["name"], total, tuple(notes), source)
+    name, kind = card["name"], card["total"]
+    gpu = _gpu(card, name, card["total_mib"] * MiB)
+    notes = [f"the capacity of the {name} is estimated: {card['source']}"] if kind == "estimated" else []
+    if gpu.context_basis != "measured":
+        estimated = gpu.context_basis == "estimated"
+        start = "is estimated" if estimated else "at its start is reported by others, the rest estimated"
+        told = f"what CUDA itself takes on the {name} {start}, and the upper end counts: {gpu.context_source}"
+        notes.append(told)
+    source = f"capacity {kind}: {card['source']}; context {gpu.context_basis}: {gpu.context_source}"
+    return replace(gpu, notes=tuple(notes), source=source)
 
 
-def _gpu(card: dict[str, Any], name: str, capacity: int, notes: tuple[str, ...], source: str) -> Gpu:
+def _gpu(card: dict[str, Any], name: str, capacity: int, notes: tuple[str, ...] = (), source: str = "") -> Gpu:
     arch, seen = _arch(card), card.get("context_seen")
     start, basis, context_source = _context(card)
     return Gpu(
@@ -310,12 +300,6 @@ def _gpu(card: dict[str, Any], name: str, capacity: int, notes: tuple[str, ...],
         l2_basis=card.get("l2", "assumed"),
         **_speeds(card),
     )
-
-
-def _context_note(card: dict[str, Any]) -> str:
-    _, basis, source = _context(card)
-    start = "is estimated" if basis == "estimated" else "at its start is reported by others, the rest estimated"
-    return f"what CUDA itself takes on the {card['name']} {start}, and the upper end counts: {source}"
 
 
 def _speeds(card: dict[str, Any]) -> dict[str, float | None]:

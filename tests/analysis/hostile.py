@@ -32,7 +32,7 @@ from made import DATA, random_trace, training
 
 from memfit.analysis.diff import diff_files
 from memfit.analysis.export import FORMATS
-from memfit.analysis.files import Report, report_file
+from memfit.analysis.report import Report, report_file
 from memfit.errors import MemfitError
 from memfit.render.html import page
 from memfit.render.plan import as_text

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made import MiB, as_measured, random_trace, training
 
-from memfit.analysis.alive import growth, idle_at, temporaries
-from memfit.analysis.page import group_sums, merge_thin, paths, sample, tree
+from memfit.analysis.page import group_sums, merge_thin, sample, tree
 from memfit.analysis.report import report_run
-from memfit.analysis.run import Run, run_of_trace, runs_of_snapshot
+from memfit.analysis.run import Run, paths, run_of_trace, runs_of_snapshot
+from memfit.analysis.summary import growth, idle_at, temporaries
 from memfit.errors import InputError
 from memfit.events import Trace
 from memfit.replay.driver import Ranges

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from support.comparison import first_of, format_comparison
 from support.quick import examples
 
-from memfit.analysis.align import EditBudget, align
-from memfit.analysis.compare import Counts, Hunk, Lifetime, compare
+from memfit.analysis.compare import Counts, EditBudget, Hunk, Lifetime, align, compare
 from memfit.events import Action, Trace
 from memfit.snapshots.read import read_snapshot
 

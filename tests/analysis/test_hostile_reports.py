@@ -12,7 +12,7 @@ from made import DATA, frame, save, training
 from support.quick import quick
 
 from memfit.analysis import observed as observed_module
-from memfit.analysis.files import report_file
+from memfit.analysis.report import report_file
 from memfit.analysis.run import runs_of_snapshot
 from memfit.errors import InputError
 from memfit.render.html import page

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from memfit.analysis.files import looks_like_a_log, read_memory_log, report_file, report_log
+from memfit.analysis.report import report_file, report_log
+from memfit.analysis.run_folder import looks_like_a_log, read_memory_log
 from memfit.errors import InputError
 from memfit.render.plan import as_text
 from memfit.render.report import show_report

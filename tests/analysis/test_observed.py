@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from made import CONFIGS, DATA, MiB, as_measured, random_trace, training
 from support.quick import examples
 
-from memfit.analysis.alive import idle_at
 from memfit.analysis.export import viewer_snapshot
 from memfit.analysis.observed import observe
 from memfit.analysis.run import runs_of_snapshot
+from memfit.analysis.summary import idle_at
 from memfit.events import Trace
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.replay import replay

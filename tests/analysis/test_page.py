@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 from made import DATA, random_trace, save, training
 
-from memfit.analysis.files import Report, report_file
 from memfit.analysis.page import MAX_BLOCKS, page_data
-from memfit.analysis.report import report_run
+from memfit.analysis.report import Report, report_file, report_run
 from memfit.analysis.run import run_of_trace
-from memfit.render.html import SCRIPTS, page
+from memfit.render.html import MODULES, page
 
 ASSETS = Path(__file__).parents[2] / "src" / "memfit" / "render" / "html"
 
@@ -58,7 +57,7 @@ def test_only_the_pages_own_script_and_style_may_run() -> None:
 
 
 def test_no_script_writes_markup_or_runs_text() -> None:
-    for name in SCRIPTS:
+    for name in MODULES:
         text = (ASSETS / name).read_text(encoding="utf-8")
         found = re.findall(
             r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|DOMParser|srcdoc", text
@@ -69,7 +68,7 @@ def test_no_script_writes_markup_or_runs_text() -> None:
 def test_every_file_of_the_page_is_used_and_ships_with_the_package() -> None:
     there = {path.name for path in ASSETS.iterdir() if path.suffix in (".js", ".css", ".html")}
 
-    assert there == {*SCRIPTS, "style.css", "page.html"}
+    assert there == {*MODULES, "style.css", "page.html"}
 
 
 def test_the_same_file_gives_the_same_page() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hostile import MARKUP
 from made import DATA, MiB, frame, save, training
 
-from memfit.analysis.files import report_file
+from memfit.analysis.report import report_file
 from memfit.events import Trace
 from memfit.render.html import write_page
 

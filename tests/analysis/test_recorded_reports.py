@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from made import DATA
 
-from memfit.analysis.files import report_file
+from memfit.analysis.report import report_file
 from memfit.render.plan import as_text
 from memfit.render.report import show_report
 from memfit.units import GiB, MiB

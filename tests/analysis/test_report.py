@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from memfit.analysis.alive import idle_at
 from memfit.analysis.labels import any_layer
-from memfit.analysis.summary import LARGEST, LiveGroup, Moment, PhasePeak, Summary, moment, summarise_plan
+from memfit.analysis.summary import LARGEST, LiveGroup, Moment, PhasePeak, Summary, idle_at, moment, summarise_plan
 from memfit.events import CATEGORIES, Trace
 from memfit.replay.replay import replay
 from memfit.units import MiB

@@ -12,7 +12,7 @@ import pytest
 from made import DATA, MiB, as_measured, random_trace, save, training
 
 from memfit.analysis.export import viewer_snapshot
-from memfit.analysis.files import report_file
+from memfit.analysis.report import report_file
 from memfit.analysis.run import run_of_trace, runs_of_snapshot
 from memfit.errors import InputError, UsageError
 from memfit.events import Trace

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from made import DATA, random_trace
 
-from memfit.analysis.files import Report, report_file
 from memfit.analysis.labels import ALL_CATEGORIES
-from memfit.analysis.page import Window, group_sums, sample
+from memfit.analysis.page import Filter, RunView, Window, group_sums, only, sample, sum_up, window_of
+from memfit.analysis.report import Report, report_file
 from memfit.analysis.run import Run, run_of_trace
-from memfit.analysis.viewing import Filter, RunView, only, sum_up, window_of
 from memfit.errors import UsageError
 from memfit.replay.timeline import BEFORE
 
@@ -135,14 +134,14 @@ def test_what_is_filtered_adds_up_at_every_event(run: Run) -> None:
 
 
 def test_a_page_has_a_bound_and_says_how_many_blocks_are_left_out(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
-    monkeypatch.setattr("memfit.analysis.viewing.MAX_BLOCKS", 50)
+    monkeypatch.setattr("memfit.analysis.page.VIEW_BLOCKS", 50)
     blocks = RunView(Report({}, run)).page()["timeline"]["blocks"]
 
     assert (blocks["count"], blocks["left_out"]) == (50, int((run.timeline.size > 0).sum()) - 50)
 
 
 def test_blocks_that_can_be_seen_come_before_larger_ones_that_cannot(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
-    monkeypatch.setattr("memfit.analysis.viewing.MAX_BLOCKS", 20)
+    monkeypatch.setattr("memfit.analysis.page.VIEW_BLOCKS", 20)
     drawn = RunView(Report({}, run)).stretch({"axis": "event", "from": 0, "to": 3000, "columns": 2})["timeline"]
     samples, chosen = column(drawn["samples"]["event"], "<i4"), column(drawn["blocks"]["number"], "<i4")
     lives = run.timeline.lives

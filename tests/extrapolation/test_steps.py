@@ -120,12 +120,6 @@ def test_a_predicted_snapshot_reads_back_with_the_peaks_of_the_replay(tmp_path: 
     assert {mark.step for mark in read.traces[0].marks} == {4, 5, 6}
 
 
-def test_where_memory_runs_out_the_snapshot_ends_with_the_request_that_failed() -> None:
-    snapshot = placed_snapshot(job(3), capacity=21 << 20)
-    actions = [event["action"] for event in snapshot["device_traces"][0]]
-    assert [action for action in actions if action != "snapshot"][-1] == "oom"
-
-
 ALLOC = re.compile(r"([a-z]+)(\d+)")
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.utils import weight_norm
 
 import memfit
-from memfit.analysis.own_lines import is_own
+from memfit.analysis.stacks import is_own
 from memfit.errors import TraceError
 from memfit.tracing.answers import PASSED
 from memfit.tracing.packages import matching, torchscript

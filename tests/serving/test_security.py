@@ -16,8 +16,8 @@ pytest.importorskip("fastapi", reason="memfit[web] is not installed")
 import httpx
 from recorded_page import served
 
-from memfit.serving.found import look_below
 from memfit.serving.security import MOST_OTHERWISE, Guard, OutsidePath, inside, is_this_machine
+from memfit.serving.viewer import look_below
 
 WITH_TOKEN = {"authorization": "Bearer t"}
 JOB = {"job": {"kind": "train", "model": "gpt2"}}
@@ -216,7 +216,7 @@ def test_no_folder_lies_outside_the_one_that_is_served(client: httpx.Client, mod
 
 
 @pytest.mark.parametrize(
-    "name", ["../app.py", "..%2fapp.py", "%2e%2e/app.py", "app.py", "main.js", "nothing.js", "__init__.py"]
+    "name", ["../app.py", "..%2fapp.py", "%2e%2e/app.py", "app.py", "page.html", "nothing.js", "__init__.py"]
 )
 def test_only_the_page_s_own_files_are_served(client: httpx.Client, name: str) -> None:
     assert client.get(f"/assets/{name}").status_code == 404

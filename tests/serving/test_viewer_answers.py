@@ -17,7 +17,7 @@ pytest.importorskip("fastapi", reason="memfit[web] is not installed")
 from starlette.testclient import TestClient
 from support.warm_python import warm_python
 
-from memfit.serving import found, viewer
+from memfit.serving import viewer
 from memfit.serving.app import ServeSettings, make_app
 
 DATA = Path(__file__).parents[1] / "data"
@@ -183,6 +183,6 @@ def test_few_files_stay_open_and_the_oldest_goes_first(client: TestClient) -> No
 def test_a_folder_with_too_many_files_is_listed_in_part_and_that_is_said(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(found, "MAX_ENTRIES", 2)
+    monkeypatch.setattr(viewer, "MAX_ENTRIES", 2)
 
     assert client.get("/api/viewer/files").json()["more"]

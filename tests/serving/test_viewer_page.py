@@ -15,7 +15,7 @@ from playwright.sync_api import Browser, sync_playwright
 from recorded_page import CHROMIUM, DATA, Looked, look, served
 from support.quick import quick
 
-from memfit.analysis.files import report_file
+from memfit.analysis.report import report_file
 from memfit.events import Trace
 from memfit.units import format_bytes
 

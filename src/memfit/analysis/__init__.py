@@ -6,14 +6,12 @@ DOOR = {
     "advice": "Advice WORTH advise gradients_zeroed zeroed_in_place",
     "diff": "diff_files",
     "export": "find_format write_export",
-    "files": "ENDINGS Report files_read looks_like_a_log may_be_recording read_result report_file",
-    "own_lines": "BACKWARD_OF is_own lines_alive",
-    "page": "draw_plan page_data",
+    "page": "RunView draw_plan page_data",
+    "report": "ENDINGS Report files_read may_be_recording report_file",
     "run": "open_run",
-    "run_folder": "RUN_FILES read_run",
-    "stacks": "code_line short_path",
+    "run_folder": "RUN_FILES looks_like_a_log read_result read_run",
+    "stacks": "BACKWARD_OF code_line is_own lines_alive short_path",
     "summary": "Moment Summary summarise_plan",
-    "viewing": "RunView",
     "verdict": "RANGE Fit Verdict capacity_for card_document fit_card judge limit_note needed_with_room smallest_card",
 }
 """What other rooms may use, by file."""

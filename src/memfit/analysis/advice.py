@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from memfit.analysis.alive import growth
 from memfit.analysis.labels import Labels
-from memfit.analysis.own_lines import lines_alive
+from memfit.analysis.stacks import lines_alive
+from memfit.analysis.summary import growth
 from memfit.events import FREES, Action, Trace
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.replay import replay
@@ -82,6 +82,11 @@ class _Look:
         after = replay(changed, self.config)
         before = self.timeline
         return before.peak_allocated - after.peak_allocated, (before.peak_reserved or 0) - after.peak_reserved
+
+    def made_at(self, blocks: Ints) -> str:
+        """Where a person would look for most of these."""
+        lines = lines_alive(self.timeline, self.labels, blocks)
+        return _at(lines[0].file, lines[0].line) if lines else ""
 
     def matters(self, saving: int) -> bool:
         return saving >= max(self.timeline.peak_allocated * WORTH, 1 << 20)
@@ -167,11 +172,10 @@ def _loaded_twice(look: _Look) -> Iterator[Advice]:
         return
     allocated, reserved = look.saved_by(_without(look.trace, set(gone.tolist())))
     if look.matters(allocated):
-        lines = lines_alive(timeline, look.labels, gone)
         yield Advice(
             "more lies on the GPU while the model is loaded than in any step: weights are there twice",
             "build and convert on the host, then move once; torch.load(..., map_location='cpu')",
-            _at(lines[0].file, lines[0].line) if lines else "",
+            look.made_at(gone),
             allocated, reserved,
         )  # fmt: skip
 
@@ -187,12 +191,11 @@ def _asked_at_once(look: _Look) -> Iterator[Advice]:
         return
     allocated, reserved = look.saved_by(_without(trace, set(blocks.tolist())))
     if look.matters(reserved):
-        lines = lines_alive(timeline, look.labels, blocks)
         yield Advice(
             f"a device_map asks for all weights at once, {format_bytes(int(timeline.size[blocks].sum()))}, and that"
             " segment stays, cut up",
             "load without device_map, then move the model: .to('cuda')",
-            _at(lines[0].file, lines[0].line) if lines else "", allocated, reserved,
+            look.made_at(blocks), allocated, reserved,
         )  # fmt: skip
 
 
@@ -209,7 +212,6 @@ def _in_fp32(look: _Look) -> Iterator[Advice]:
     alike = np.flatnonzero(of_jobs & (requested == requested[copy]))
     allocated, reserved = look.saved_by(_halved(trace, alike))
     if look.matters(allocated):
-        lines = lines_alive(timeline, look.labels, np.array([copy]))
         many = int(np.isin(alike, timeline.lives.alive_at(timeline.peak_event)).sum())
         yield Advice(
             f"a 16-bit tensor of {format_bytes(int(requested[copy]) // 2)} is copied to fp32, and so is what follows:"
@@ -217,7 +219,7 @@ def _in_fp32(look: _Look) -> Iterator[Advice]:
             "autocast computes norms, softmax and losses in fp32: a model in 16 bits throughout does not" if many > FEW
             else "keep it in 16 bits, which saves this; of logits, a loss that is computed in pieces saves more"
             " (Trainer: use_liger_kernel)",
-            _at(lines[0].file, lines[0].line) if lines else "", allocated, reserved,
+            look.made_at(np.array([copy])), allocated, reserved,
         )  # fmt: skip
 
 

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from memfit.analysis.compare import Comparison, Hunk, Lifetime, compare
-from memfit.analysis.files import beginning, looks_like_a_log
 from memfit.analysis.labels import ALL_CATEGORIES, QUIET_PHASES, UNKNOWN, Labels, Phase, any_layer
 from memfit.analysis.run import Run, is_trace_file, open_run
+from memfit.analysis.run_folder import beginning, looks_like_a_log
 from memfit.analysis.summary import PhasePeak
 from memfit.errors import InputError, UsageError
 from memfit.events import Mark, between, kept_blocks

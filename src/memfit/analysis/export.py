@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from memfit.analysis.alive import largest
 from memfit.analysis.labels import ALL_CATEGORIES
-from memfit.analysis.page import group_sums, paths, sample
+from memfit.analysis.page import group_sums, sample
 from memfit.analysis.report import spans
-from memfit.analysis.run import Run, stack_lines
+from memfit.analysis.run import Run, paths, stack_lines
+from memfit.analysis.summary import largest
 from memfit.errors import UnknownName
 from memfit.events import Action, Trace
 from memfit.files import written_whole
@@ -250,15 +249,11 @@ class Format:
     opens_in: str
 
 
-def _as_json(document: dict[str, Any]) -> bytes:
-    return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
-
-
 FORMATS = {
     "memory-viz": Format(".memory-viz.pickle", viewer_pickle, "pytorch.org/memory_viz"),
     "json": Format(".memory-viz.json", lambda run: as_json(viewer_snapshot(run)), "pytorch.org/memory_viz"),
-    "perfetto": Format(".perfetto.json", lambda run: _as_json(perfetto_trace(run)), "ui.perfetto.dev"),
-    "speedscope": Format(".speedscope.json", lambda run: _as_json(speedscope_profile(run)), "speedscope.app"),
+    "perfetto": Format(".perfetto.json", lambda run: as_json(perfetto_trace(run)), "ui.perfetto.dev"),
+    "speedscope": Format(".speedscope.json", lambda run: as_json(speedscope_profile(run)), "speedscope.app"),
     "csv": Format(".csv", lambda run: csv_text(run).encode("utf-8", "replace"), "any spreadsheet"),
 }
 

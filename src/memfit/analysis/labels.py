@@ -64,18 +64,6 @@ class Labels:
         return tuple(names), table[self.module]
 
 
-def labels_of_trace(timeline: Timeline, categories: Names = ALL_CATEGORIES) -> Labels:
-    """As the trace itself says. Where no block at all has a known category, all have the last of these."""
-    trace = timeline.trace
-    lines: Names = ("",)
-    line, stacks = np.zeros(len(trace.requested), dtype=np.int64), False
-    if trace.frames:
-        from memfit.analysis.stacks import lines_of_trace
-
-        lines, line, stacks = lines_of_trace(timeline)
-    return make_labels(timeline, None, line, lines, marked_phases(trace), stacks=stacks, categories=categories)
-
-
 def make_labels(
     timeline: Timeline,
     derived: Ints | None,

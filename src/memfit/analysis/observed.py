@@ -20,7 +20,16 @@ import numpy as np
 from memfit.events import Action, Trace
 from memfit.replay.alloc_config import MIN_BLOCK_SIZE, SMALL_SIZE, AllocatorConfig
 from memfit.replay.driver import COMES, DRIVER_ACTIONS, DriverCall, Range, Ranges
-from memfit.replay.timeline import BEFORE, Ints, Lifetimes, Timeline, allocated_changes, check_total, lifetimes
+from memfit.replay.timeline import (
+    BEFORE,
+    Ints,
+    Lifetimes,
+    Timeline,
+    allocated_changes,
+    check_total,
+    lifetimes,
+    rounded_sizes,
+)
 from memfit.snapshots.read import Snapshot
 
 NEVER_SPLIT = 1 << 62
@@ -57,14 +66,6 @@ def observe(snapshot: Snapshot, device: int, config: AllocatorConfig) -> Timelin
         doubts=doubts + memory.doubts,
         known_lives=lives,
     )
-
-
-def rounded_sizes(trace: Trace, config: AllocatorConfig) -> Ints:
-    requested = np.frombuffer(trace.requested, dtype=np.int64)
-    if max(config.roundup_power2_divisions) <= 1:
-        return -(-requested // MIN_BLOCK_SIZE) * MIN_BLOCK_SIZE
-    distinct, which = np.unique(requested, return_inverse=True)
-    return np.array([config.rounded(size) if size else 0 for size in distinct.tolist()], dtype=np.int64)[which]
 
 
 def _driver_events(trace: Trace) -> Iterable[DriverCall]:

@@ -1,24 +1,49 @@
-"""A run as a document (memfit.report/1): the peak, why it is what it is, and everything else there is to know."""
+"""Whatever memfit can report on, as a document (memfit.report/1): the peak, why it is so, all else there is to know.
+
+reported = report_file("run7/")     # a snapshot, a trace, a memory log, or the folder of a run
+reported.document
+reported.run                        # for drawing; None if there is only a log
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from memfit.analysis import alive
-from memfit.analysis.alive import growth, idle_at, temporaries
 from memfit.analysis.labels import ALL_CATEGORIES
-from memfit.analysis.run import Run, stack_lines
+from memfit.analysis.run import Run, is_trace_file, open_run, pick, runs_of_file, stack_lines
+from memfit.analysis.run_folder import (
+    LOG,
+    PARTS,
+    PRECISION_BYTES,
+    RESULT,
+    MemoryLogFile,
+    beginning,
+    log_part,
+    looks_like_a_log,
+    read_memory_log,
+    read_result,
+)
 from memfit.analysis.stacks import code_line
-from memfit.analysis.summary import breakdown, moment
+from memfit.analysis.summary import breakdown, growth, idle_at, largest_kinds, moment, shares, temporaries, there_before
+from memfit.errors import InputError, UsageError
 from memfit.events import Action
 from memfit.replay.timeline import BEFORE, Ints
+from memfit.snapshots.schema import Malformed, clean, scalar
 from memfit.units import format_bytes
 
+SCHEMA = "memfit.report/1"
+LARGEST = 20
 MAX_SPANS = 60
+MAX_PHASES = 3000
+MAX_OOMS = 5
+MAX_SEGMENT_GROUPS = 50
+EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +79,6 @@ def _span(run: Run, begin: int, end: int, name: str) -> Span:
     return Span(name, begin, end, run.seconds(begin), run.seconds(max(end - 1, begin)), peak)
 
 
-SCHEMA = "memfit.report/1"
-LARGEST = 20
-MAX_PHASES = 3000
-MAX_OOMS = 5
-MAX_SEGMENT_GROUPS = 50
-EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-
-
 def report_run(run: Run) -> dict[str, Any]:
     timeline, labels, blocks = run.timeline, run.labels, run.summary.alive
     idle = {"reserved_peak": timeline.reserved_peak_event, "end": len(run.trace) - 1}
@@ -75,10 +92,14 @@ def report_run(run: Run) -> dict[str, Any]:
             "requested_bytes": int(np.frombuffer(run.trace.requested, dtype=np.int64)[blocks].sum()),
         },
         "at_peak": _moment(run, timeline.peak_event), "breakdown": run.summary.breakdown,
-        "category_source": labels.source, "there_before": alive.there_before(timeline, blocks),
+        "category_source": labels.source, "there_before": there_before(timeline, blocks),
         **_groups(run, blocks),
-        "largest": [_allocation(run, alike) for alike in alive.largest_kinds(timeline, labels, blocks, LARGEST)],
-        "phases": _phase_rows(run), "phase_source": labels.phase_source,
+        "largest": [_allocation(run, alike) for alike in largest_kinds(timeline, labels, blocks, LARGEST)],
+        "phases": [
+            {**asdict(phase), "begin_seconds": run.seconds(phase.begin_event)}
+            for phase in run.summary.phases[:MAX_PHASES]
+        ],
+        "phase_source": labels.phase_source,
         "annotations": [asdict(span) for span in spans(run)],
         "idle": {name: _idle(run, at) for name, at in idle.items()}, "segments": _segments(run),
         "temporaries": _temporaries(run), "growth": asdict(growth(timeline, labels)), "ooms": list(_ooms(run)),
@@ -109,11 +130,11 @@ def _moment(run: Run, event: int) -> dict[str, Any]:
 def _groups(run: Run, blocks: Ints) -> dict[str, Any]:
     timeline, labels = run.timeline, run.labels
     made = {
-        "by_code_line": alive.by_line(timeline, labels, blocks) if labels.stacks else (),
-        "by_module": alive.by_module(timeline, labels, blocks) if any(labels.module[blocks]) else (),
-        "by_op": () if labels.stacks else alive.by_op(timeline, labels, blocks),
+        "by_code_line": shares(timeline, labels, blocks, "line") if labels.stacks else (),
+        "by_module": shares(timeline, labels, blocks, "module") if any(labels.module[blocks]) else (),
+        "by_op": () if labels.stacks else shares(timeline, labels, blocks, "op"),
     }
-    return {name: [asdict(share) for share in shares] for name, shares in made.items()}
+    return {name: [asdict(share) for share in found] for name, found in made.items()}
 
 
 def _allocation(run: Run, alike: Ints) -> dict[str, Any]:
@@ -133,11 +154,6 @@ def _allocation(run: Run, alike: Ints) -> dict[str, Any]:
         "freed_seconds": run.seconds(death) if death < len(run.trace) else None,
         "stack": stack_lines(run.frames(block)),
     }  # fmt: skip
-
-
-def _phase_rows(run: Run) -> list[dict[str, Any]]:
-    phases = run.summary.phases[:MAX_PHASES]
-    return [{**asdict(phase), "begin_seconds": run.seconds(phase.begin_event)} for phase in phases]
 
 
 def _idle(run: Run, event: int | None) -> dict[str, Any] | None:
@@ -190,8 +206,8 @@ def _ooms(run: Run) -> Iterator[dict[str, Any]]:
             "cached_bytes": None if reserved is None else reserved - allocated,
             "largest_hole_bytes": None if idle is None else idle.largest_hole_bytes,
             "breakdown": breakdown(run.timeline, run.labels, blocks),
-            "there_before": alive.there_before(run.timeline, blocks),
-            "by_code_line": [asdict(share) for share in alive.by_line(run.timeline, run.labels, blocks, limit=10)],
+            "there_before": there_before(run.timeline, blocks),
+            "by_code_line": [asdict(share) for share in shares(run.timeline, run.labels, blocks, "line", limit=10)],
             "code_line": code_line(frames),
             "stack": stack_lines(frames),
         }
@@ -242,3 +258,224 @@ def _next(document: dict[str, Any]) -> Iterator[str]:
         yield "record again: torch.cuda.memory._record_memory_history(max_entries=1000000) before the model is made"
     elif "late" in kinds and document["there_before"]["allocated_bytes"] > document["peak"]["allocated_bytes"] // 2:
         yield "start recording before the model is made, to know what the rest is"
+
+
+# -- a memory log --------------------------------------------------------------------------------------------------
+
+
+def report_log(log: MemoryLogFile, parts: MemoryLogFile | None = None) -> dict[str, Any]:
+    """The log alone, as a report of its own."""
+    found = log_part(log, parts)
+    peak = log.peak
+    reserved = [point.reserved_bytes for point in log.checkpoints if point.reserved_bytes is not None]
+    document = {
+        "schema": SCHEMA, "origin": "measured",
+        "messages": [
+            {"kind": warning.kind, "text": str(warning)}
+            for warning in dict.fromkeys((*log.warnings, *(parts.warnings if parts else ())))
+        ],
+        "device": None,
+        "peak": {
+            "allocated_bytes": found["peak_bytes"], "reserved_bytes": max(reserved, default=None),
+            "requested_bytes": None,
+        },
+        "at_peak": None if peak is None else {"phase": found["peak_between"], "checkpoint": peak.name},
+        "log": found,
+        "notes": [
+            "measured at checkpoints: what is alive, and where it was made, is not in a memory log",
+            f"its figures have three decimals of GiB, so each may be {format_bytes(PRECISION_BYTES)} off",
+        ],
+    }  # fmt: skip
+    document["next"] = list(_next_of_log(found))
+    return document
+
+
+def _next_of_log(found: dict[str, Any]) -> Iterator[str]:
+    if found["peak_between"].startswith("between"):
+        yield (
+            f"record that stretch to see what is alive {found['peak_between']}: "
+            "torch.cuda.memory._record_memory_history, then memfit report on the snapshot"
+        )
+
+
+# -- a file ---------------------------------------------------------------------------------------------------------
+
+ENDINGS = (".pickle", ".pkl", ".npz", ".json", ".pickle.gz", ".pkl.gz", ".json.gz")
+MAX_FILES = 24
+MAX_FOLDER_BYTES = 256 << 20
+MAX_RESULT_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    document: dict[str, Any]
+    run: Run | None = None
+
+
+def report_file(
+    path: str | Path,
+    *,
+    device: int | None = None,
+    alloc_conf: str | None = None,
+    on_read: Callable[[int], None] = lambda events: None,
+) -> Report:
+    """`on_read` is told of how many events, once the file itself has been read."""
+    path = Path(path)
+    if _is_folder(path):
+        return _folder(path, device)
+    if _is_log(path):
+        if device is not None or alloc_conf is not None:
+            raise UsageError(f"--device and --alloc-conf say nothing about {str(path)!r}, which is a memory log")
+        return Report(_named(report_log(read_memory_log(path)), path, "memory_log"))
+    if is_trace_file(path):
+        run = open_run(path, device=device, alloc_conf=alloc_conf)
+        return Report(_named(report_run(run), path, "trace"), run)
+    if alloc_conf is not None:
+        open_run(path, device=device, alloc_conf=alloc_conf)
+    runs = runs_of_file(path, on_read)
+    run = pick(runs, device)
+    document = _named(report_run(run), path, "snapshot")
+    document["devices"] = [_device(each) for each in runs]
+    return Report(document, run)
+
+
+def files_read(path: Path) -> list[Path]:
+    """What a report on this path may read, and so must not be written over."""
+    if not _is_folder(path):
+        return [path]
+    return [each for each in _files(path) if each.name.endswith((*ENDINGS, ".csv"))]
+
+
+def _named(document: dict[str, Any], path: Path, kind: str) -> dict[str, Any]:
+    schema = document.pop("schema")
+    return {"schema": schema, "source": {"path": clean(str(path)), "kind": kind, "files": []}, **document}
+
+
+def _device(run: Run) -> dict[str, Any]:
+    return {
+        "device": run.device,
+        "events": len(run.trace),
+        "allocated_bytes": run.timeline.peak_allocated,
+        "reserved_bytes": run.timeline.peak_reserved,
+    }
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
+
+
+def _is_log(path: Path) -> bool:
+    start = beginning(path)
+    return start is not None and (path.suffix == ".csv" or looks_like_a_log(start))
+
+
+# -- a folder ----------------------------------------------------------------------------------------------------
+
+
+def _folder(folder: Path, device: int | None) -> Report:
+    """The recording that needed most is reported; the log, the result and the other recordings stand beside it."""
+    files = sorted(_files(folder))
+    log = _log(folder / LOG, files)
+    parts = _log(folder / PARTS, files)
+    passed_over: list[str] = []
+    rows, best = [], None
+    for path in _recordings(files):
+        try:
+            reported = report_file(path, device=device)
+        except InputError as error:
+            passed_over.append(error.message)
+            continue
+        rows.append(_file_row(path, reported.document))
+        if best is None or _peak(reported) > _peak(best[1]):
+            best = path, reported
+    if best is None and log is None:
+        raise InputError(
+            f"nothing to report on in {str(folder)!r}",
+            hint="a run's folder has a memory_log.csv, a snapshot (*.pickle, *.json) or a trace (*.npz)",
+        )
+    if best is not None:
+        document, run = best[1].document, best[1].run
+    else:
+        assert log is not None
+        document, run = _named(report_log(log, parts), folder, "run_folder"), None
+    document["messages"] += [{"kind": "passed_over", "text": text} for text in passed_over[:5]]
+    document["source"] = {
+        "path": clean(str(folder)), "kind": "run_folder", "files": rows,
+        "reported": clean(best[0].name) if best is not None else LOG,
+    }  # fmt: skip
+    document["log"] = None if log is None else log_part(log, parts)
+    document["result"] = _result(folder / RESULT)
+    return Report(document, run)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if not entry.name.startswith(".") and _is_file(entry):
+                    yield Path(entry.path)
+    except OSError as error:
+        raise InputError(f"cannot read the folder {str(folder)!r}: {error.strerror}") from error
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_file()
+    except OSError:  # a link to where nobody may look
+        return False
+
+
+def _recordings(files: list[Path]) -> list[Path]:
+    """Newest first, as many as can be read in a while."""
+    found = [path for path in files if path.name.endswith(ENDINGS) and may_be_recording(path)]
+    found.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    kept: list[Path] = []
+    size = 0
+    for path in found[:MAX_FILES]:
+        size += path.stat().st_size
+        if kept and size > MAX_FOLDER_BYTES:
+            break
+        kept.append(path)
+    return sorted(kept)
+
+
+def may_be_recording(path: Path) -> bool:
+    """Of JSON files only those that begin as a snapshot does."""
+    return not path.name.endswith(".json") or b'"segments"' in (beginning(path) or b"")
+
+
+def _log(path: Path, files: list[Path]) -> MemoryLogFile | None:
+    if path not in files:
+        return None
+    try:
+        return read_memory_log(path)
+    except InputError:
+        return None
+
+
+def _peak(reported: Report) -> int:
+    return int(reported.document["peak"]["allocated_bytes"] or 0)
+
+
+def _file_row(path: Path, document: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "name": clean(path.name), "kind": document["source"]["kind"], "origin": document["origin"],
+        "allocated_bytes": document["peak"]["allocated_bytes"], "reserved_bytes": document["peak"]["reserved_bytes"],
+    }  # fmt: skip
+
+
+def _result(path: Path) -> dict[str, Any] | None:
+    """Plain values of the result's top level; what is nested is for programs that know it."""
+    values = read_result(path, MAX_RESULT_BYTES)
+    if values is None:
+        return None
+    plain: dict[str, Any] = {}
+    for key, value in list(values.items())[:100]:
+        try:
+            plain[clean(key)] = scalar(value, RESULT)
+        except Malformed:
+            plain[clean(key)] = f"({type(value).__name__})"
+    return plain

@@ -7,6 +7,7 @@ run.summary.breakdown, run.seconds(12), run.frames(block)
 from __future__ import annotations
 
 import zipfile
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,9 +17,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from memfit.analysis.labels import Labels, labels_of_trace
+from memfit.analysis.labels import ALL_CATEGORIES, Labels
 from memfit.analysis.observed import observe
-from memfit.analysis.stacks import labels_of_snapshot, line_text
+from memfit.analysis.stacks import is_python, labels_of_snapshot, labels_of_trace, line_text
 from memfit.analysis.summary import Summary
 from memfit.errors import InputError, UsageError
 from memfit.events import Trace
@@ -83,6 +84,44 @@ def stack_lines(frames: tuple[Frame, ...], limit: int = 60) -> list[str]:
     """A stack as text, innermost first. A made-up frame has no line number: it is a module and an op."""
     lines = [f"{f.filename} {f.name}".strip() if f.line == 0 else line_text(f) for f in frames[:limit]]
     return lines + ([f"... and {len(frames) - limit} more frames"] if len(frames) > limit else [])
+
+
+MAX_DEPTH = 120
+HOPS = ("_wrapped_call_impl", "_call_impl")  # torch's own, between every module and the next
+
+
+def paths(run: Run, blocks: Ints) -> Iterator[tuple[tuple[str, ...], int, int]]:
+    """(names from the outside in, bytes, how many blocks), each path once."""
+    sums: dict[tuple[str, ...], list[int]] = {}
+    of_stack: dict[tuple[int, ...], tuple[str, ...]] = {}
+    stacks = run.stack_numbers()
+    for block in blocks.tolist():
+        key = _key(run, block, stacks)
+        path = of_stack.get(key)
+        if path is None:
+            path = of_stack[key] = _path(run, block)
+        found = sums.setdefault(path, [0, 0])
+        found[0] += int(run.timeline.size[block])
+        found[1] += 1
+    for path, (nbytes, count) in sums.items():
+        yield path, nbytes, count
+
+
+def _key(run: Run, block: int, stacks: Ints) -> tuple[int, ...]:
+    labels = run.labels
+    if labels.stacks:
+        return int(stacks[block]), int(labels.line[block])
+    return int(labels.category[block]), int(labels.module[block]), int(labels.op[block])
+
+
+def _path(run: Run, block: int) -> tuple[str, ...]:
+    labels = run.labels
+    if labels.stacks:
+        frames = [frame for frame in run.frames(block) if is_python(frame) and frame.name not in HOPS][:MAX_DEPTH]
+        return tuple(line_text(frame) for frame in reversed(frames)) or (labels.lines[labels.line[block]],)
+    category = ALL_CATEGORIES[labels.category[block]].replace("_", " ")
+    modules = [part for part in labels.modules[labels.module[block]].split(".") if part]
+    return (category, *modules[:MAX_DEPTH], labels.ops[labels.op[block]] or "(no op)")
 
 
 def open_run(path: str | Path, *, device: int | None = None, alloc_conf: str | None = None) -> Run:
@@ -159,8 +198,6 @@ def pick(runs: list[Run], device: int | None) -> Run:
 
 
 def _with_a_device(snapshot: Snapshot) -> Snapshot:
-    from array import array
-
     if snapshot.traces:
         return snapshot
     traces, times, stacks = (Trace(origin="measured"),), (array("q"),), (array("i"),)

@@ -1,4 +1,4 @@
-"""What recorded stacks say of a run: lines of code, and the categories and phases that they show.
+"""Which lines of code made what is alive: what recorded stacks say of a run, and the lines of a person's own files.
 
 By the same definitions with which predictions are labelled (docs/concepts.md); the rest is unknown, and called so.
 
@@ -13,14 +13,22 @@ pass in C++; frames of `torch/optim` are an optimizer's; and so on. What says no
 
 A training step shows itself: memory asked for by Python code, then by autograd's thread, then by an optimizer. Only
 what is seen is named. A recording without a backward pass has no phases: nothing tells a forward pass from other code.
+
+A line of a person's own is the innermost one that no library has: libraries below it are not where they look.
 """
 
 from __future__ import annotations
 
+import ast
+import linecache
 import re
+import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,11 +44,13 @@ from memfit.analysis.labels import (
     marked_phases,
     phase_numbers,
 )
+from memfit.events import FrameRow
 from memfit.replay.timeline import BEFORE, Ints, Timeline
 from memfit.snapshots.schema import Frame, clean
 
 if TYPE_CHECKING:
     from memfit.snapshots.read import Annotation, Snapshot
+
 
 BEFORE_RECORDING = "(there before the recording)"
 NO_PYTHON = "(no Python frame: the backward pass)"
@@ -189,17 +199,18 @@ _NAMES = {
 }  # fmt: skip
 
 
-def lines_of_trace(timeline: Timeline) -> tuple[Names, Ints, bool]:
-    """Of a trace that kept its stacks: the lines, of each block its line, and whether any stack has one."""
+def labels_of_trace(timeline: Timeline, categories: Names = ALL_CATEGORIES) -> Labels:
+    """As the trace itself says. Where no block at all has a known category, all have the last of these."""
     trace = timeline.trace
     frames = [Frame(clean(file), line, clean(name)) for file, line, name in trace.frames]
     stack_of = np.zeros(len(trace.requested), dtype=np.int64)
     stack_of[: len(trace.stack_of)] = np.frombuffer(trace.stack_of, dtype=np.int32)
-    return _own_lines(timeline, [[frames[i] for i in stack] for stack in trace.stacks], stack_of)
+    lines, line, stacks = _own_lines(timeline, [[frames[i] for i in stack] for stack in trace.stacks], stack_of)
+    return make_labels(timeline, None, line, lines, marked_phases(trace), stacks=stacks, categories=categories)
 
 
 def _own_lines(timeline: Timeline, stacks: Sequence[Sequence[Frame]], stack_of: Ints) -> tuple[Names, Ints, bool]:
-    """Of what memfit itself wrote."""
+    """Of what memfit itself wrote: the lines, of each block its line, and whether any stack has one."""
     if not any(is_python(frame) for stack in stacks for frame in stack):
         return ("",), np.zeros(len(stack_of), dtype=np.int64), False
     without = NO_LINE if timeline.trace.origin == "predicted" else NO_PYTHON
@@ -273,3 +284,100 @@ def _lines(
     if stacks:
         line[(line == 0) & born] = names[without]
     return tuple(names), line
+
+
+# -- the lines of a person's own files --------------------------------------------------------------------------------
+
+BACKWARD_OF = "backward of "
+SHOWN = 12
+_LIBRARY = re.compile(
+    r"^<(?!cell>|stdin>|ipython-input)|[/\\](?:site-packages|dist-packages|lib[/\\]python\d[\d.]*)[/\\]"
+)
+_LONGEST = 200
+
+
+@dataclass(frozen=True, slots=True)
+class OwnLine:
+    """Blocks of one category that one line has made, by itself or in the backward pass of what it did."""
+
+    file: str
+    line: int
+    code: str
+    backward: bool
+    category: str
+    count: int
+    allocated_bytes: int
+
+
+def is_own(file: str) -> bool:
+    """
+    >>> is_own("/home/me/train.py"), is_own("/usr/lib/python3.12/runpy.py"), is_own("<frozen runpy>"), is_own("<cell>")
+    (True, False, False, True)
+    """
+    return not _LIBRARY.search(file) and not any(
+        file.startswith(folder) and _holds_packages(folder) for folder in sys.path[1:] if folder
+    )
+
+
+@lru_cache
+def _holds_packages(folder: str) -> bool:
+    """As `pip install --target` fills one, for PYTHONPATH."""
+    return any(Path(folder).glob("*.dist-info"))
+
+
+def lines_alive(timeline: Timeline, labels: Labels, blocks: Ints) -> tuple[OwnLine, ...]:
+    """The largest first. What no line of their own has made, a library's workspace for one, is not there."""
+    trace = timeline.trace
+    if not trace.frames:
+        return ()
+    places = [_place([trace.frames[i] for i in stack]) for stack in trace.stacks]
+    sums: dict[tuple[FrameRow, bool, int], tuple[int, int]] = {}
+    column = np.frombuffer(trace.stack_of, dtype=np.int32)
+    for block in blocks[blocks < len(column)].tolist():
+        frame, backward = places[column[block]]
+        if frame is not None:
+            key = (frame, backward, int(labels.category[block]))
+            count, total = sums.get(key, (0, 0))
+            sums[key] = count + 1, total + int(timeline.size[block])
+    order = sorted(sums.items(), key=lambda item: (-item[1][1], item[0]))[:SHOWN]
+    return tuple(
+        OwnLine(file, line, code_at(file, line), backward, labels.categories[category], count, total)
+        for ((file, line, _), backward, category), (count, total) in order
+    )
+
+
+def _place(frames: Sequence[FrameRow]) -> tuple[FrameRow | None, bool]:
+    backward = any(name.startswith(BACKWARD_OF) for _, _, name in frames)
+    own = next((frame for frame in frames if is_own(frame[0])), None)
+    return (None if own is None else (own[0], first_line(own[0], own[1]), "")), backward
+
+
+def first_line(file: str, line: int) -> int:
+    """Of the statement to which the line belongs, where the file is here."""
+    if Path(file).suffix != ".py":
+        return line
+    linecache.checkcache(file)
+    return _first_lines("".join(linecache.getlines(file))).get(line, line)
+
+
+@lru_cache(maxsize=16)
+def _first_lines(text: str) -> dict[int, int]:
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return {}
+    found: dict[int, int] = {}
+    for node in ast.walk(tree):  # from the outside in: an inner statement has the last word
+        if isinstance(node, ast.stmt):
+            inner = getattr(node, "body", None)
+            end = inner[0].lineno - 1 if inner else node.end_lineno or node.lineno
+            found |= dict.fromkeys(range(node.lineno, end + 1), node.lineno)
+    return found
+
+
+def code_at(file: str, line: int) -> str:
+    """As it stands in the file now; nothing where that is not here."""
+    if Path(file).suffix != ".py":
+        return ""
+    linecache.checkcache(file)
+    return linecache.getline(file, line).strip()[:_LONGEST]

@@ -6,12 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 import memfit
 from memfit.cli import output
-from memfit.cli.options import Json, Option, add_job_files, add_kinds, option, read_workload
-from memfit.cli.typed import Group
+from memfit.cli.options import Json, Option, add_kinds, group_for_job_files, option, read_workload
 from memfit.errors import UsageError
 from memfit.jobs.settings import KINDS, QLORA, flag
 from memfit.jobs.workload import Workload
@@ -47,14 +44,6 @@ OF_CONFIG: dict[str, Option] = {
 }  # fmt: skip
 SUMMARY = "Check machine, settings, config, model and plan before a run: each line says what to do next."
 
-check = typer.Typer(
-    cls=Group,
-    help=SUMMARY,
-    short_help="Check machine, settings and job before a run.",
-    epilog=output.example("memfit check --config qwen2.5-7b-lora-24gb --gpu 24GB"),
-    rich_markup_mode=None,
-)
-
 
 def _check(
     job: JobFile | None,
@@ -89,5 +78,8 @@ def _show(workload: Workload | None, job: JobFile | None, *, json: bool, **asked
 
 
 EXAMPLES = {kind: f"memfit check {kind} --model qwen2.5-7b --gpu 24GB" for kind in (*KINDS, QLORA)}
-add_job_files(check, _check, {**OF_CONFIG, **EXTRA}, summary=SUMMARY, needed="")
+check = group_for_job_files(
+    _check, {**OF_CONFIG, **EXTRA}, summary=SUMMARY, short="Check machine, settings and job before a run.",
+    example="memfit check --config qwen2.5-7b-lora-24gb --gpu 24GB", needed="",
+)  # fmt: skip
 add_kinds(check, lambda typed, **asked: _show(read_workload(typed), None, **asked), EXTRA, what=WHAT, examples=EXAMPLES)

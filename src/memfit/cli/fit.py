@@ -8,13 +8,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 import memfit
 from memfit.cli import output
-from memfit.cli.options import HOW_MUCH, Json, Option, add_job_files, add_kinds, how_much, option, read_workload, whole
+from memfit.cli.options import (
+    HOW_MUCH,
+    Json,
+    Option,
+    add_kinds,
+    group_for_job_files,
+    how_much,
+    option,
+    read_workload,
+    whole,
+)
 from memfit.cli.plan import FAILS
-from memfit.cli.typed import Group
 from memfit.errors import UsageError
 from memfit.gpus import find_gpu
 from memfit.jobs.settings import split_names
@@ -75,14 +82,6 @@ OF_FILES: dict[str, Option] = {
 }  # fmt: skip
 
 SUMMARY = "Find the smallest set of changes with which a job fits a card: each set predicted, the cheapest first."
-
-fit = typer.Typer(
-    cls=Group,
-    help=SUMMARY,
-    short_help="Find the smallest change that makes a job fit.",
-    epilog=output.example(EXAMPLES["lora"]),
-    no_args_is_help=True,
-)
 
 
 def _fit(typed: Mapping[str, Any], **asked: Any) -> int:
@@ -163,8 +162,9 @@ def _check_together(much: Mapping[str, int], emit: str | None, ladder: bool, try
         raise UsageError("--try-compile has no effect with --ladder", hint="--compile climbs with compiled steps")
 
 
-add_job_files(
-    fit, _fit_file, OF_FILES, summary=SUMMARY,
+fit = group_for_job_files(
+    _fit_file, OF_FILES, summary=SUMMARY, short="Find the smallest change that makes a job fit.",
+    example=EXAMPLES["lora"],
     needed="memfit fit lora --model qwen2.5-7b --gpu 24GB, or memfit fit --from train.yaml --gpu 24GB",
 )  # fmt: skip
 for kind, said in WHAT.items():

@@ -139,12 +139,8 @@ def table(
 
 
 def _write(document: dict[str, object], form: str) -> None:
-    if form == "json":
-        output.print_json(document)
-    elif form == "terminal":
-        from memfit.render.table import show_table
-
-        output.show(show_table, document)
+    if form in ("json", "terminal"):
+        output.tell_document(document, json=form == "json")
     else:
         from memfit.render.table import as_csv, as_markdown
 

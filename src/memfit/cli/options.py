@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 
 from memfit.cli import output
-from memfit.cli.typed import Command
+from memfit.cli.app import Command, Group
 from memfit.errors import UsageError
 from memfit.gpus import find_gpu
 from memfit.jobs.settings import (
@@ -89,11 +89,17 @@ def with_any_option(run: Callable[..., int], extra: Mapping[str, tuple[Any, Any]
     return _command(names, {**extra, **{name: _unset(*_option(name)) for name in names}}, run)
 
 
-def add_job_files(
-    group: typer.Typer, ask: Callable[..., int], extra: Mapping[str, tuple[Any, Any]], *, summary: str, needed: str
-) -> None:
-    """The group itself as a command, for `--from`: `ask(job, **more)`. Flags of every kind of job replace what the file
-    says; help lists them by kind."""
+def group_for_job_files(
+    ask: Callable[..., int],
+    extra: Mapping[str, tuple[Any, Any]],
+    *,
+    summary: str,
+    short: str,
+    example: str,
+    needed: str,
+) -> typer.Typer:
+    """A group of commands that is one itself, for `--from`: `ask(job, **more)`. Flags of every kind of job replace what
+    the file says; help lists them by kind."""
 
     def run(
         *, from_: list[str] | None, from_format: str | None, without: list[str] | None, kind: str | None, **given: Any
@@ -114,7 +120,9 @@ def add_job_files(
         for info in get_args(parameter.annotation):
             if getattr(info, "rich_help_panel", None) == "The job":
                 info.hidden = True
-    group.callback(invoke_without_command=True, no_args_is_help=bool(needed), cls=group.info.cls, help=summary)(made)
+    group = typer.Typer(cls=Group, help=summary, short_help=short, epilog=output.example(example))
+    group.callback(invoke_without_command=True, no_args_is_help=bool(needed), cls=Group, help=summary)(made)
+    return group
 
 
 def _refuse_without_file(needed: str, of_files: Mapping[str, object]) -> None:
@@ -250,6 +258,13 @@ def option(
 ) -> Option:
     info = typer.Option(*flags.split(), metavar=metavar, help=said, show_default=shown)
     return Annotated[kind, info], default
+
+
+def plain_command(options: Mapping[str, Option], run: Callable[..., int]) -> Callable[..., int]:
+    """`run(**given)` as a command of its name and docstring."""
+    made = _command((), options, run)
+    made.__name__, made.__doc__ = run.__name__.removeprefix("_"), run.__doc__
+    return made
 
 
 FROM: dict[str, Option] = {

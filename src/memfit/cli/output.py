@@ -116,9 +116,12 @@ def note(text: str) -> None:
 
 def tell(answer: Shown, *, json: bool) -> None:
     """An answer of the library on stdout: its document, or as a person reads it."""
+    tell_document(answer.to_json(), json=json)
+
+
+def tell_document(document: Mapping[str, Any], *, json: bool) -> None:
     from memfit.render.shown import renderer_of
 
-    document = answer.to_json()
     if json:
         print_json(document)
     else:

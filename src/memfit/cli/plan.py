@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import shlex
 import sys
@@ -15,9 +16,20 @@ import typer
 
 import memfit
 from memfit.cli import output
+from memfit.cli.app import Command
 from memfit.cli.many_jobs import batch
-from memfit.cli.options import HOW_MUCH, Json, Option, add_job_files, add_kinds, how_much, option, read_workload, whole
-from memfit.cli.typed import Command, Group
+from memfit.cli.options import (
+    HOW_MUCH,
+    Json,
+    Option,
+    add_kinds,
+    group_for_job_files,
+    how_much,
+    option,
+    plain_command,
+    read_workload,
+    whole,
+)
 from memfit.errors import UsageError
 from memfit.files import check_free, files_of_model, writing
 from memfit.gpus import find_gpu
@@ -33,63 +45,53 @@ FAILS, NO_ANSWER = 1, 2
 ANSWERS: dict[str, bool | Literal["even"]] = {"true": True, "false": False, "yes": True, "no": False, "even": "even"}
 
 
-def script(
-    command: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="-- COMMAND", help="What you would run: train.py ARGS, -m package.train ARGS, torchrun ..."
-        ),
-    ],
-    gpu: Annotated[
-        str | None,
-        typer.Option("--gpu", metavar="NAME|SIZE", help="A card (`memfit gpus`), or its size: gives a verdict."),
-    ] = None,
-    steps: Annotated[
-        str, typer.Option("--steps", metavar="N", help="Stop after so many steps of the optimizer.")
-    ] = "3",
-    seconds: Annotated[
-        str, typer.Option("--seconds", metavar="S", help="Give up where the script takes longer than this.")
-    ] = "600",
-    answer: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--answer",
-            metavar="FILE:LINE=VALUE",
-            help="Where the script decides by a value nobody knows: true, a number; even, where it chooses experts.",
-        ),
-    ] = None,
-    tries: Annotated[
-        list[str] | None,
-        typer.Option("--try", metavar="KEY=V,V", help="Plan it with each of these values of one of its arguments."),
-    ] = None,
-    synthetic_data: Annotated[
-        bool,
-        typer.Option(
-            "--synthetic-data", help="Make up tokenizers, processors and data sets that are not on this machine."
-        ),
-    ] = False,
-    alloc_conf: Annotated[
-        str, typer.Option("--alloc-conf", help="As PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True, ...")
-    ] = "",
-    json: Json = False,
-    save_trace: Annotated[
-        Path | None, typer.Option("--save-trace", metavar="FILE", help="Keep the allocation events in this file.")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", "-f", help="Overwrite that file if it is there.")] = False,
+SCRIPT: dict[str, Option] = {
+    "command": (
+        Annotated[list[str], typer.Argument(
+            metavar="-- COMMAND", help="What you would run: train.py ARGS, -m package.train ARGS, torchrun ...",
+        )], inspect.Parameter.empty,
+    ),
+    "gpu": option(str | None, "--gpu", "NAME|SIZE", "A card (`memfit gpus`), or its size: gives a verdict."),
+    "steps": option(str, "--steps", "N", "Stop after so many steps of the optimizer.", "3", shown=True),
+    "seconds": option(str, "--seconds", "S", "Give up where the script takes longer than this.", "600", shown=True),
+    "answer": option(
+        list[str] | None, "--answer", "FILE:LINE=VALUE",
+        "Where the script decides by a value nobody knows: true, a number; even, where it chooses experts.",
+    ),
+    "tries": option(list[str] | None, "--try", "KEY=V,V", "Plan it with each of these values of one of its arguments."),
+    "synthetic_data": option(
+        bool, "--synthetic-data", None,
+        "Make up tokenizers, processors and data sets that are not on this machine.", False,
+    ),
+    "alloc_conf": option(str, "--alloc-conf", None, "As PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True, ...", ""),
+    "json": (Json, False),
+    "save_trace": option(Path | None, "--save-trace", "FILE", "Keep the allocation events in this file."),
+    "force": option(bool, "--force -f", None, "Overwrite that file if it is there.", False),
+}  # fmt: skip
+
+
+def _script(
+    *,
+    command: list[str],
+    steps: str,
+    seconds: str,
+    answer: list[str] | None,
+    tries: list[str] | None,
+    json: bool,
+    save_trace: Path | None,
+    force: bool,
+    **settings: Any,
 ) -> int:
     """Predict a program of your own: it runs unmodified, without a GPU, until its optimizer has made a few steps."""
     from memfit.scripts.command import read_command
     from memfit.scripts.watched import watch
 
-    if gpu is not None:
-        find_gpu(gpu)
-    settings: dict[str, Any] = {
-        "gpu": gpu,
+    if settings["gpu"] is not None:
+        find_gpu(settings["gpu"])
+    settings |= {
         "steps": whole("--steps", steps, 10**6, "3"),
         "seconds": whole("--seconds", seconds, 10**6, "3"),
         "answers": dict(_answer(text) for text in answer or []),
-        "alloc_conf": alloc_conf,
-        "synthetic_data": synthetic_data,
     }
     changes = dict(_change(text) for text in tries or [])
     if save_trace is not None:
@@ -188,14 +190,6 @@ EXTRA: dict[str, Option] = {
 }  # fmt: skip
 SUMMARY = "Predict a job's peak memory, without a GPU: allocated, reserved, device; what is alive; whether it fits."
 
-plan = typer.Typer(
-    cls=Group,
-    help=SUMMARY,
-    short_help="Predict a job's peak memory, without a GPU.",
-    epilog=output.example(EXAMPLES["lora"]),
-    no_args_is_help=True,
-)
-
 
 def _plan(typed: Mapping[str, Any], **asked: Any) -> int:
     return _tell(read_workload(typed, asked["gpu"]), None, **asked)
@@ -245,11 +239,11 @@ def _with_duration(made: Plan, workload: Workload, asked: dict[str, int]) -> Pla
     return made
 
 
-add_kinds(plan, _plan, EXTRA, of_training=HOW_MUCH, what=WHAT, examples=EXAMPLES)
-add_job_files(
-    plan, _plan_file, {**EXTRA, **HOW_MUCH}, summary=SUMMARY,
-    needed="memfit plan lora --model qwen2.5-7b, or memfit plan --from train.yaml",
+plan = group_for_job_files(
+    _plan_file, {**EXTRA, **HOW_MUCH}, summary=SUMMARY, short="Predict a job's peak memory, without a GPU.",
+    example=EXAMPLES["lora"], needed="memfit plan lora --model qwen2.5-7b, or memfit plan --from train.yaml",
 )  # fmt: skip
+add_kinds(plan, _plan, EXTRA, of_training=HOW_MUCH, what=WHAT, examples=EXAMPLES)
 plan.command(
     cls=Command,
     epilog=output.example("memfit plan batch examples/sweep.jsonl --gpu 24GB | jq -c '[.id, .verdict]'"),
@@ -258,4 +252,4 @@ plan.command(
     cls=Command,
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
     epilog=output.example("memfit plan script --gpu 'RTX 4090' -- train.py --batch_size 8"),
-)(script)
+)(plain_command(SCRIPT, _script))

@@ -12,8 +12,8 @@ import typer
 
 import memfit
 from memfit.cli import output
+from memfit.cli.app import Group
 from memfit.cli.options import JSON, FlagText, command_of
-from memfit.cli.typed import Group
 from memfit.files import writing
 from memfit.jobs.settings import PRUNE_METHODS
 from memfit.jobs.training.batch import is_first

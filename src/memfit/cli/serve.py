@@ -62,8 +62,8 @@ def mcp() -> int:
     """
     if find_spec("mcp") is None:
         raise UsageError("`memfit mcp` needs mcp", hint="pip install 'memfit[agent]'")
-    from memfit.agents.server import is_answering, make_server
     from memfit.cli.main import abandon, end_where_told
+    from memfit.serving.agents import is_answering, make_server
 
     end_where_told()
     try:

@@ -193,13 +193,13 @@ def _recording_or_log(path: Path) -> Input | None:
         except InputError:
             if path.name.endswith(RECORDINGS):
                 raise
-    from memfit.analysis.files import looks_like_a_log
+    from memfit.analysis.run_folder import looks_like_a_log
 
     return Input(kind="memory_log", path=str(path), report=_report(path)) if looks_like_a_log(head) else None
 
 
 def _report(path: Path) -> dict[str, Any]:
-    from memfit.analysis.files import report_file
+    from memfit.analysis.report import report_file
 
     return report_file(path).document
 
@@ -216,7 +216,7 @@ def _read(path: Path, most: int) -> bytes:
 
 
 def _folder(folder: Path) -> Input:
-    from memfit.analysis.files import read_result
+    from memfit.analysis.run_folder import read_result
 
     result = read_result(folder / "result.json", MAX_JSON) or {}
     logs, unseen = _logs(folder)

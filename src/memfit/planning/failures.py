@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from memfit.analysis.own_lines import is_own
+from memfit.analysis.stacks import is_own
 from memfit.errors import MemfitError, TraceError
 
 _MEMFIT = Path(__file__).parents[1]

@@ -28,7 +28,7 @@ from unittest import mock
 from weakref import WeakKeyDictionary
 
 from memfit.analysis.advice import advise
-from memfit.analysis.own_lines import is_own
+from memfit.analysis.stacks import is_own
 from memfit.analysis.verdict import RANGE
 from memfit.errors import TraceError, UsageError
 from memfit.events import Action, Trace

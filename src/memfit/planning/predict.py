@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from memfit.analysis.advice import WORTH, Advice
-from memfit.analysis.own_lines import lines_alive
+from memfit.analysis.stacks import lines_alive
 from memfit.analysis.summary import Summary, summarise_plan
 from memfit.analysis.verdict import (
     RANGE,

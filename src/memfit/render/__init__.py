@@ -5,9 +5,8 @@ from __future__ import annotations
 DOOR = {
     "pieces": "count time_words",
     "plan": "as_text say_verdict say_why",
-    "recorded": "Difference FileReport diff export report",
-    "shown": "NOT_MODELLED NO_BF16 Renderer Shown renderer_of stands_in_front",
-    "small": "show_gpus show_models show_watch watch_view",
-    "table": "as_csv as_markdown show_table",
+    "shown": "Difference FileReport NOT_MODELLED NO_BF16 Renderer Shown diff export renderer_of report stands_in_front",
+    "small": "show_watch watch_view",
+    "table": "as_csv as_markdown",
 }
 """What other rooms may use, by file."""

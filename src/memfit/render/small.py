@@ -161,9 +161,7 @@ def _gpu(gpu: Document, width: int, blocks: bool) -> Iterator[RenderableType]:
     busy = "" if gpu["busy_percent"] is None else f", {gpu['busy_percent']} % busy"
     yield Text.assemble((f"GPU {gpu['index']}", "bold"), f"  {clean(gpu['name'])}{busy}")
     yield _bar_line("", gpu["used_bytes"], gpu["total_bytes"], width, blocks)
-    table = Table.grid(padding=(0, 2))
-    for justify in ("right", "right", "left"):
-        table.add_column(justify=justify, no_wrap=True)
+    table = grid("right", "right", "left")
     for process in gpu["processes"][:PROCESSES]:
         size = "n/a" if process["used_bytes"] is None else gib(process["used_bytes"])
         name = "of another container, or ended" if process["name"] is None else clean(process["name"])
@@ -186,10 +184,8 @@ def _jobs(jobs: list[Document], width: int) -> Iterator[RenderableType]:
     if not jobs:
         yield Text("no memfit job runs", "dim")
         return
-    table = Table.grid(padding=(0, 2))
-    for justify in ("right", "left", "left", "right", "right", "left"):
-        table.add_column(justify=justify, no_wrap=True)
-    table.add_row(*(Text(word, "dim") for word in ("job", "command", "at", "peak", "headroom", "")))
+    heads = ("job", "command", "at", "peak", "headroom", "")
+    table = grid("right", "left", "left", "right", "right", "left", heads=heads)
     for job in jobs:
         done = "" if not job["total"] else f"{job['done']} of {job['total']}"
         command = tail(clean(job["command"]), max(width - 60, 16))

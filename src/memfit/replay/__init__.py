@@ -16,11 +16,11 @@ DOOR = {
     "alloc_config": "AllocatorConfig MIN_BLOCK_SIZE SMALL_SIZE",
     "driver": "COMES DRIVER_ACTIONS DriverCall Range Ranges",
     "replay": "DEFAULTS Replay Replays replay",
-    "timeline": "BEFORE Ints Lifetimes Timeline allocated_changes check_total lifetimes",
+    "timeline": "BEFORE Ints Lifetimes Timeline allocated_changes check_total lifetimes rounded_sizes",
 }
 """What other rooms may use, by file."""
 
-COMPILED = ("allocator", "blocks", "expandable", "playing")
+COMPILED = ("allocator", "blocks", "expandable")
 FOLDER = "_compiled"
 DIGEST = f"source{EXTENSION_SUFFIXES[0]}.sha256"
 """One for each kind of Python, as there is machine code for each."""

@@ -24,11 +24,10 @@ import numpy as np
 from memfit.errors import InputError
 from memfit.events import Action, Trace
 from memfit.replay.alloc_config import ROUND_LARGE, AllocatorConfig
-from memfit.replay.allocator import CachingAllocator, OutOfMemory
+from memfit.replay.allocator import CachingAllocator, Calls, OutOfMemory, Progress, play
 from memfit.replay.blocks import AllocatorStats, Block, SegmentRecord
 from memfit.replay.driver import Driver, NotingDriver, Ranges
-from memfit.replay.playing import Calls, Progress, play
-from memfit.replay.timeline import BEFORE, Ints, Timeline, allocated_changes
+from memfit.replay.timeline import BEFORE, Ints, Timeline, allocated_changes, rounded_sizes
 from memfit.units import MiB
 
 DEFAULTS = AllocatorConfig()
@@ -204,8 +203,12 @@ class Replays:
 
     @cached_property
     def _least(self) -> int:
-        """No capacity below this can do."""
-        return _live_peak(self.trace, self.config)
+        """The most bytes live at once, each block counted with its rounded size: no layout can do with less."""
+        sizes = rounded_sizes(self.trace, self.config)
+        changes = allocated_changes(self.trace, sizes)
+        born = changes[np.frombuffer(self.trace.actions, np.uint8) == Action.ALLOC]
+        peak = int(sizes.sum() - born.sum()) + int(changes.cumsum().max(initial=0))
+        return -(-peak // ROUND_LARGE) * ROUND_LARGE
 
     @cached_property
     def _beginning(self) -> Player | None:
@@ -337,18 +340,6 @@ def _after_each(progress: Progress, first: int, events: int) -> Ints:
     """What was reserved after each event."""
     starts = np.array([0, *progress.risen], dtype=np.int64)
     return np.repeat(np.array([first, *progress.levels], dtype=np.int64), np.diff(starts, append=events))
-
-
-def _live_peak(trace: Trace, config: AllocatorConfig) -> int:
-    """The most bytes that are live at once, each block counted with its rounded size: no layout can do with less."""
-    if max(config.roundup_power2_divisions) <= 1:
-        sizes = -(-np.frombuffer(trace.requested, dtype=np.int64) // 512) * 512
-    else:
-        sizes = np.array([config.rounded(size) if size else 0 for size in trace.requested], dtype=np.int64)
-    changes = allocated_changes(trace, sizes)
-    before = int(sizes.sum() - changes[np.frombuffer(trace.actions, np.uint8) == Action.ALLOC].sum())
-    peak = before + int(changes.cumsum().max(initial=0))
-    return -(-peak // ROUND_LARGE) * ROUND_LARGE
 
 
 def _oom_event(error: OutOfMemory, event: int, block: int) -> OutOfMemoryEvent:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from memfit.errors import InputError
 from memfit.events import Action, Trace
+from memfit.replay.alloc_config import MIN_BLOCK_SIZE, AllocatorConfig
 from memfit.replay.driver import DriverCall, Range, Ranges
 
 BEFORE = -1
@@ -133,6 +134,15 @@ class Timeline:
                 break
             held.do(action, address, size)
         return held
+
+
+def rounded_sizes(trace: Trace, config: AllocatorConfig) -> Ints:
+    """Of each block the size that is looked for among the free ones."""
+    requested = np.frombuffer(trace.requested, dtype=np.int64)
+    if max(config.roundup_power2_divisions) <= 1:
+        return -(-requested // MIN_BLOCK_SIZE) * MIN_BLOCK_SIZE
+    distinct, which = np.unique(requested, return_inverse=True)
+    return np.array([config.rounded(size) if size else 0 for size in distinct.tolist()], dtype=np.int64)[which]
 
 
 def allocated_changes(trace: Trace, size: Ints) -> Ints:

@@ -25,7 +25,7 @@ from memfit.gpus import find_gpu
 from memfit.planning.own_code import trace_own_code
 from memfit.planning.predict import Plan
 from memfit.recording.recorder import record
-from memfit.render.recorded import FileReport, report
+from memfit.render.shown import FileReport, report
 
 CELL = "<cell>"
 FLAGS = "%%memfit [--gpu NAME|SIZE] [--predict], or %memfit [the same] -- one line of code"

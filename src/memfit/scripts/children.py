@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from memfit.analysis.own_lines import is_own
+from memfit.analysis.stacks import is_own
 from memfit.errors import TraceError
 from memfit.tracing.answers import asking_line
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from memfit.analysis.own_lines import is_own
+from memfit.analysis.stacks import is_own
 from memfit.errors import TraceError
 from memfit.files import written_whole
 from memfit.models.presets import Preset, encoders, find_preset

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-from memfit.analysis.own_lines import is_own
+from memfit.analysis.stacks import is_own
 from memfit.environment import COMPILER_READS, VARIABLES, exported
 from memfit.errors import InputError, TraceError
 from memfit.extrapolation.reused import COMPILED

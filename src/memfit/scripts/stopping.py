@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 from unittest import mock
 
-from memfit.analysis.own_lines import is_own
+from memfit.analysis.stacks import is_own
 from memfit.errors import TraceError
 from memfit.replay.replay import replay
 from memfit.scripts.watched import is_watched, tell_deadline

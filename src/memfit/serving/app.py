@@ -16,19 +16,21 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
+import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from memfit.errors import MemfitError, UsageError
 from memfit.render.html import MODULES, asset
 from memfit.serving import planner, viewer
-from memfit.serving.readers import Readers
 from memfit.serving.security import Guard, OutsidePath, new_token
-from memfit.serving.workers import Workers
+from memfit.serving.workers import Readers, Workers
 
 PORT = 8642
 GRACE_SECONDS = 1
@@ -47,10 +49,6 @@ class ServeSettings:
 
 def serve(settings: ServeSettings, on_ready: Callable[[str], None]) -> None:
     """Until somebody interrupts it. `on_ready` is told the address, once it answers there."""
-    import uvicorn
-
-    from memfit.serving.connection import Connection
-
     if not settings.dir.is_dir():
         raise UsageError(f"--dir {str(settings.dir)!r} is no folder", hint="a folder of runs, snapshots or models")
     with _taken(settings.host, settings.port) as taken:
@@ -101,6 +99,24 @@ def _hangup_as(end: Callable[[int, FrameType | None], None]) -> Iterator[None]:
         yield
     finally:
         signal.signal(hangup, before)
+
+
+Protocol: Any = AutoHTTPProtocol
+
+
+class Connection(Protocol):  # type: ignore[misc]
+    """What is no HTTP is answered once, and its terminal has a line of it."""
+
+    def send_400_response(self, msg: str) -> None:
+        """A body may break after its question has begun, and uvicorn would let that be answered a second time."""
+        cycle = self.cycle
+        if cycle is None or not cycle.response_started or (cycle.response_complete and not cycle.more_body):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
+        if cycle is not None:
+            cycle.disconnected = True
+            cycle.message_event.set()
 
 
 def address(settings: ServeSettings) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Awaitable, Callable
+import os
+import re
+from collections.abc import Awaitable, Callable, Iterator
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from fastapi import APIRouter, Depends, Request
@@ -16,8 +19,10 @@ from memfit.fitting.table import GPUS, MODELS, WORKLOADS
 from memfit.gpus import list_gpus, list_labels
 from memfit.jobs.settings import AS_IN_QLORA, HELP, KINDS, QLORA, flag, setting_types
 from memfit.jobs.workload import Workload, settings_of
+from memfit.models.presets import presets, variants
+from memfit.models.registry import resolve
 from memfit.planning.many import read_object
-from memfit.serving.found import find_model, list_models
+from memfit.serving.security import can_be_sent, inside
 from memfit.serving.workers import Answer, Workers
 
 router = APIRouter()
@@ -34,17 +39,11 @@ async def _read_question(request: Request) -> dict[str, Any]:
     kind, body = request.headers.get("content-type", "").partition(";")[0], await request.body()
     if kind.strip().lower() != "application/json":
         raise InputError("this is no question that can be read", hint="an object in JSON, as application/json")
-    if not _is_text(body):
-        raise HTTPException(400, "this is no question that can be read: it is not in UTF-8")
-    return read_object(body, "JSON")
-
-
-def _is_text(body: bytes) -> bool:
     try:
         body.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+    except UnicodeDecodeError as error:
+        raise HTTPException(400, "this is no question that can be read: it is not in UTF-8") from error
+    return read_object(body, "JSON")
 
 
 Asked = Annotated[dict[str, Any], Depends(_read_question)]
@@ -203,3 +202,83 @@ def _names(what: str, asked: dict[str, Any]) -> list[str]:
     if not isinstance(given, list) or not 0 < len(given) <= MOST:
         raise UsageError(f"{what}: a list of 1 to {MOST} names")
     return [short_text(what, name) or "" for name in given]
+
+
+# -- models, and which names the page may give -------------------------------------------------------------------------
+
+FOLDER = "./"
+"""How the name of a folder begins."""
+_NAME = re.compile(r"[\w-][\w. -]*(/[\w-][\w.-]*)?")
+DEEPEST, MOST_FOLDERS, MOST_LOOKED_AT = 4, 200, 20_000
+CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
+
+
+def find_model(folder: Path, name: str) -> tuple[str, list[int] | None]:
+    """The name as it is planned by, and of a folder also when its config was last written. Nothing that could be code
+    or a path elsewhere is looked up."""
+    if name.startswith(FOLDER):
+        config = inside(folder, f"{name.removeprefix(FOLDER)}/config.json")
+        if not config.is_file():
+            raise UsageError(f"{name!r} has no config.json", hint="a model's folder holds one")
+        stats = config.stat()
+        return str(inside(folder, name.removeprefix(FOLDER))), [stats.st_mtime_ns, stats.st_size]
+    if not _NAME.fullmatch(name):
+        raise UsageError(
+            f"{name[:200]!r} is neither a preset nor a hub id",
+            hint=f"a folder below the one that is served is {FOLDER}FOLDER; code is for the command line",
+        )
+    return name, None
+
+
+def list_models(folder: Path) -> list[dict[str, Any]]:
+    """In the order in which they are offered."""
+    return [*_folders(folder), *_shipped(), *_cached()]
+
+
+def _shipped() -> Iterator[dict[str, Any]]:
+    for preset in presets():
+        ids = [alias for alias in preset.aliases if "/" in alias]
+        yield {"name": preset.name, "parameters": preset.parameters, "from": "preset", "also": ids,
+               "quantised": [*variants().get(preset.name, {})]}  # fmt: skip
+
+
+def _cached() -> Iterator[dict[str, Any]]:
+    """Hub ids whose config.json some download has left here."""
+    from memfit.models.files import cache_folder
+
+    known = {alias.lower() for preset in presets() for alias in preset.aliases}
+    try:
+        names = sorted(os.listdir(cache_folder()))
+    except OSError:
+        return
+    for name in names[:MOST_LOOKED_AT]:
+        found = CACHED.fullmatch(name)
+        hub_id = "/".join(found.groups()) if found else ""
+        if found and hub_id.lower() not in known and _has_config(hub_id):
+            yield {"name": hub_id, "parameters": None, "from": "Hugging Face cache", "also": [], "quantised": []}
+
+
+def _has_config(hub_id: str) -> bool:
+    try:
+        return resolve(hub_id).kind == "hub"
+    except ValueError:
+        return False
+
+
+def _folders(folder: Path) -> Iterator[dict[str, Any]]:
+    """Breadth first, so that what lies near is found among many; links are not followed."""
+    todo, looked_at, found = [(folder, 0)], 0, 0
+    while todo and looked_at < MOST_LOOKED_AT and found < MOST_FOLDERS:
+        here, depth = todo.pop(0)
+        try:
+            entries = sorted(os.scandir(here), key=lambda entry: entry.name)
+        except OSError:
+            continue
+        looked_at += len(entries)
+        if here != folder and any(entry.name == "config.json" and entry.is_file() for entry in entries):
+            found += 1
+            name = f"{FOLDER}{here.relative_to(folder).as_posix()}"
+            yield {"name": name, "parameters": None, "from": "folder", "also": [], "quantised": []}
+        elif depth < DEEPEST:
+            below = (entry for entry in entries if entry.is_dir(follow_symlinks=False) and entry.name[:1] not in "._")
+            todo.extend((Path(entry.path), depth + 1) for entry in below if can_be_sent(entry.name))

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import secrets
 import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,11 +20,11 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from memfit.analysis.report import ENDINGS, may_be_recording
 from memfit.analysis.run_folder import RUN_FILES, read_run
 from memfit.errors import InputError, MemfitError
-from memfit.serving.found import look_below
-from memfit.serving.readers import OpenedFile, Readers
-from memfit.serving.security import inside
+from memfit.serving.security import OutsidePath, can_be_sent, inside
+from memfit.serving.workers import OpenedFile, Readers
 from memfit.snapshots.schema import clean
 from memfit.units import GiB, format_bytes
 
@@ -182,3 +185,73 @@ def _read(folder: Path, name: str) -> dict[str, Any]:
         raise InputError(f"cannot read {clean(name)!r}: {error.strerror}") from error
     listed = sorted(each.name for each in look_below(place, depth=0).recordings)
     return {"name": clean(name) if name != "." else "(this folder)", "path": name, **run, "recordings": listed}
+
+
+# -- what lies below the folder that is served -------------------------------------------------------------------------
+
+MAX_DEPTH = 6
+MAX_ENTRIES = 20_000
+"""A home folder has millions of files: those that come first are looked at, and that there are more is said."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundFile:
+    path: Path
+    name: str
+    """From the folder that is served."""
+    size: int
+    changed: float
+
+
+@dataclass(slots=True)
+class ServedFiles:
+    recordings: list[FoundFile]
+    runs: dict[str, float]
+    """By name, when each was written to last."""
+    more: bool = False
+    """Not everything was looked at, or something has a name that cannot be sent."""
+
+
+def look_below(folder: Path, depth: int = MAX_DEPTH) -> ServedFiles:
+    root, found, seen = folder.resolve(), ServedFiles([], {}), 0
+    for entry in _entries(root, depth):
+        seen += 1
+        if seen > MAX_ENTRIES:
+            found.more = True
+            break
+        path = Path(entry.path)
+        is_run = entry.name in RUN_FILES
+        if not is_run and not entry.name.endswith(ENDINGS):
+            continue
+        if not can_be_sent(entry.path):
+            found.more |= path.is_file() and (is_run or may_be_recording(path))
+            continue
+        name = path.relative_to(root).as_posix()
+        try:
+            if not inside(root, name).is_file():
+                continue
+            info = entry.stat()
+        except (OSError, OutsidePath):
+            continue
+        if is_run:
+            run = path.parent.relative_to(root).as_posix()
+            found.runs[run] = max(found.runs.get(run, 0.0), info.st_mtime)
+        elif may_be_recording(path):
+            found.recordings.append(FoundFile(path, name, info.st_size, info.st_mtime))
+    found.recordings.sort(key=lambda each: -each.changed)
+    return found
+
+
+def _entries(folder: Path, depth: int) -> Iterator[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            listed = sorted(entries, key=lambda entry: entry.name)
+    except OSError:
+        return
+    for entry in listed:
+        if entry.name.startswith("."):
+            continue
+        if not entry.is_dir(follow_symlinks=False):
+            yield entry
+        elif depth > 0:
+            yield from _entries(Path(entry.path), depth - 1)

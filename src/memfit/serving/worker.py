@@ -1,23 +1,33 @@
-"""Processes beside the server: how they talk with it, and the one that answers questions of the page.
+"""Processes beside the server: how they talk with it, one that answers questions about jobs, one for a recording.
 
-A question is a line of JSON, `["plan", {...}]`; an answer is its status as in HTTP, its length, and a document of JSON.
+    python -m memfit.serving.worker                     # a question is a line of JSON, ["plan", {...}]
+    python -m memfit.serving.worker --read FILE TITLE   # ["stretch", {...}]
+
+An answer is a status as in HTTP, a length, and a document of JSON, gzipped where it is of a recording. Until that is
+read its process tells how far it is (102); then comes 200, or why it cannot be read.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import sys
 import threading
 import time
+from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from memfit.errors import MemfitError, TraceError
-from memfit.units import GiB
+from memfit.snapshots.schema import clean
+from memfit.units import GiB, format_bytes
 
 if TYPE_CHECKING:
     from asyncio import StreamReader
+
+    from memfit.analysis.page import RunView
 
 
 DOES = {
@@ -25,7 +35,7 @@ DOES = {
     "fit": "planned:fit_job", "explain": "planned:explain_text", "table": "planned:table_of",
 }  # fmt: skip
 """By file of this room and function: from the settings that were asked about to a document."""
-WARM = "--warm"
+WARM, READ = "--warm", "--read"
 IDLE_SECONDS = 2.0
 LOOK_SECONDS = 1.0
 PAUSE_SECONDS = 0.3
@@ -109,5 +119,71 @@ def resident_bytes(process: int | str = "self") -> int | None:
         return None
 
 
+# -- a recording ------------------------------------------------------------------------------------------------------
+
+MOST_READ_BYTES = 8 * GiB
+"""Of address space: what would unfold to more ends in a message, and takes nobody's memory."""
+
+
+def read_recording(path: str, title: str) -> None:
+    from memfit.analysis.page import RunView
+
+    answers = answers_pipe()
+    _bound()
+    try:
+        viewed = RunView(_report(path, title, answers))
+        _send(answers, 200, {})
+    except (MemfitError, MemoryError) as error:
+        _send(answers, 422, _refusal(error, path, title))
+        return
+    _give_back()
+    for line in sys.stdin.buffer:
+        do, asked = json.loads(line)
+        _send(answers, *_answer_of(viewed, do, asked))
+
+
+def _report(path: str, title: str, answers: IO[bytes]) -> Any:
+    from memfit.analysis.report import report_file
+
+    _send(answers, 102, {"stage": "reading", "bytes": Path(path).stat().st_size})
+    reported = report_file(path, on_read=lambda events: _send(answers, 102, {"stage": "placing", "events": events}))
+    reported.document["source"]["path"] = clean(title)
+    return reported
+
+
+def _answer_of(viewed: RunView, do: str, asked: dict[str, Any]) -> tuple[int, Any]:
+    try:
+        if do == "page":
+            return 200, viewed.page()
+        return 200, {"whole": viewed.whole, "stretch": viewed.stretch, "sums": viewed.sums}[do](asked)
+    except (MemfitError, MemoryError) as error:
+        return 422, _refusal(error)
+
+
+def _refusal(error: Exception, path: str = "", title: str = "") -> dict[str, Any]:
+    if not isinstance(error, MemfitError):
+        return {"error": f"it needs more than {format_bytes(MOST_READ_BYTES)} of memory", "hint": None}
+    return {"error": error.message.replace(repr(path), repr(clean(title))), "hint": error.hint}
+
+
+def _send(answers: IO[bytes], status: int, document: Any) -> None:
+    send(answers, status, gzip.compress(json.dumps(document, separators=(",", ":"), allow_nan=False).encode(), 1))
+
+
+def _bound() -> None:
+    with suppress(ImportError, OSError, ValueError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (MOST_READ_BYTES, MOST_READ_BYTES))
+
+
+def _give_back() -> None:
+    """What reading took beyond what is kept."""
+    with suppress(OSError, AttributeError):
+        import ctypes
+
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 if __name__ == "__main__":
-    main()
+    read_recording(*sys.argv[2:]) if READ in sys.argv[1:2] else main()

@@ -25,15 +25,10 @@ import re
 import stat
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
-import numpy.typing as npt
-
 from memfit.errors import InputError
-from memfit.events import Action
 from memfit.files import no_collector
 from memfit.units import format_bytes
 
@@ -62,12 +57,12 @@ def load_plain(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Any:
     except InputError:
         raise
     except MemoryError:
-        raise InputError(f"cannot read snapshot {str(path)!r}: it needs more memory than there is") from None
+        raise cannot_read(path, "it needs more memory than there is") from None
     except Exception as error:  # whatever a damaged pickle or JSON text makes the parser raise
         why = "it nests too deeply" if isinstance(error, RecursionError) else f"it is damaged ({_short(error)})"
-        raise InputError(f"cannot read snapshot {str(path)!r}: {why}", hint=_CUT_OFF) from error
+        raise cannot_read(path, why, _CUT_OFF) from error
     what = "it is empty" if not data else "it is neither a pickle (protocol 2 to 5) nor JSON"
-    raise InputError(f"cannot read snapshot {str(path)!r}: {what}", hint=_WRITERS)
+    raise cannot_read(path, what, _WRITERS)
 
 
 def _read(path: str | Path, max_bytes: int) -> bytes:
@@ -75,7 +70,7 @@ def _read(path: str | Path, max_bytes: int) -> bytes:
         info = os.stat(path)  # before open: to open a named pipe is to wait for its writer
         if not stat.S_ISREG(info.st_mode):
             kind = "a folder" if stat.S_ISDIR(info.st_mode) else "not a file"
-            raise InputError(f"cannot read snapshot {str(path)!r}: it is {kind}", hint=_WRITERS)
+            raise cannot_read(path, f"it is {kind}", _WRITERS)
         if info.st_size > max_bytes:
             _too_large(path, format_bytes(info.st_size), max_bytes)
         with open(path, "rb") as source:
@@ -85,7 +80,7 @@ def _read(path: str | Path, max_bytes: int) -> bytes:
     except (OSError, ValueError) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"cannot read snapshot {str(path)!r}: {_short(error)}") from error
+        raise cannot_read(path, _short(error)) from error
 
 
 def _inflate(path: str | Path, data: bytes, max_bytes: int) -> bytes:
@@ -94,11 +89,11 @@ def _inflate(path: str | Path, data: bytes, max_bytes: int) -> bytes:
     try:
         plain = stream.decompress(data, max_bytes + 1)
     except zlib.error as error:
-        raise InputError(f"cannot read snapshot {str(path)!r}: its gzip is damaged", hint=_CUT_OFF) from error
+        raise cannot_read(path, "its gzip is damaged", _CUT_OFF) from error
     if len(plain) > max_bytes:
         _too_large(path, "larger when unpacked", max_bytes)
     if not stream.eof:
-        raise InputError(f"cannot read snapshot {str(path)!r}: its gzip ends too early", hint=_CUT_OFF)
+        raise cannot_read(path, "its gzip ends too early", _CUT_OFF)
     return plain
 
 
@@ -152,7 +147,7 @@ _STRINGS = re.compile(rb"\x8c.([\x20-\x7e]{1,255})\x94?\x8c.([\x20-\x7e]{1,255})
 def _check_opcodes(path: str | Path, data: bytes) -> None:
     protocol = data[1] if len(data) > 1 else 0
     if not 2 <= protocol <= 5:
-        raise InputError(f"cannot read snapshot {str(path)!r}: no pickle has protocol {protocol}", hint=_WRITERS)
+        raise cannot_read(path, f"no pickle has protocol {protocol}", _WRITERS)
     _check_weight(path, data, _WEIGHTS)
     at, end = 2, len(data)
     while at < end:
@@ -183,7 +178,7 @@ def _refuse_opcode(path: str | Path, data: bytes, at: int) -> NoReturn:
         _refuse(path, f"it asks Python to import {what}, which no memory snapshot needs")
     name = next((known.name for known in pickletools.opcodes if known.code == code.decode("latin-1")), None)
     if name is None:
-        raise InputError(f"cannot read snapshot {str(path)!r}: it is damaged at byte {at:,}", hint=_CUT_OFF)
+        raise cannot_read(path, f"it is damaged at byte {at:,}", _CUT_OFF)
     if code == b"\x8a" and data[at + 1 : at + 2] > b"\x09":
         _refuse(path, f"it holds a number of {data[at + 1]} bytes, which no memory snapshot needs")
     if code == b"r" and len(data) - at > 4:
@@ -218,14 +213,16 @@ def _check_weight(path: str | Path, data: bytes, weights: dict[bytes, int]) -> N
 # -- words -----------------------------------------------------------------------------------------------------
 
 
+def cannot_read(path: str | Path, why: str, hint: str | None = None) -> InputError:
+    return InputError(f"cannot read snapshot {str(path)!r}: {why}", hint=hint)
+
+
 def _refuse(path: str | Path, why: str) -> NoReturn:
     raise InputError(f"refused to open {str(path)!r}: {why}", hint=_NOT_RUN)
 
 
 def _cut_off(path: str | Path, end: int) -> NoReturn:
-    raise InputError(
-        f"cannot read snapshot {str(path)!r}: it ends at byte {end:,} in the middle of a value", hint=_CUT_OFF
-    )
+    raise cannot_read(path, f"it ends at byte {end:,} in the middle of a value", _CUT_OFF)
 
 
 def _too_large(path: str | Path, size: str, max_bytes: int) -> NoReturn:
@@ -241,70 +238,3 @@ def _printable(raw: bytes) -> str:
 
 def _short(error: BaseException) -> str:
     return _printable(str(error).encode("utf-8", "replace")) or type(error).__name__
-
-
-ALLOC, REQUESTED, COMPLETED = 100, 101, 102  # beside the numbers of `Action`, for what has none of its own
-Ints = npt.NDArray[np.int64]
-_START = 3
-# which may follow which at one address: the row is the event before (or none), the column the event itself
-_MAY_FOLLOW = np.array([[0, 1, 0], [0, 0, 1], [1, 0, 0], [1, 1, 0]], dtype=bool)
-
-
-@dataclass(frozen=True, slots=True)
-class Pairs:
-    """Events as a `Trace` has them. Blocks are numbered by their ALLOC; -1, -2, ... are those without one."""
-
-    source: Ints  # of each event, its place among those given
-    actions: npt.NDArray[np.uint8]
-    subjects: Ints
-    allocs: Ints  # places of the allocations, in order
-    orphans: Ints  # places of the frees that show the end of something born before
-    ranges: Ints  # places of what the driver did
-    live: dict[int, int]  # address -> block, at the end
-    leaving: dict[int, int]  # the same, between the two halves of a free
-
-
-def pair_events(codes: npt.NDArray[np.uint8], addresses: npt.NDArray[np.uint64]) -> Pairs | None:
-    """Which free ends which allocation, for a million events at once.
-
-    An address is handed out, asked back and given back, again and again: alloc, free_requested, free_completed. Sorted
-    by address (and, within one, by time) the events of a well-kept history repeat this pattern, and each has its
-    partner right beside it. A history that breaks the pattern anywhere has to be read event by event: None."""
-    blocks = np.flatnonzero(codes >= ALLOC)
-    by_address = blocks[np.argsort(addresses[blocks], kind="stable")]
-    kind = codes[by_address].astype(np.int64) - ALLOC
-    same = np.zeros(len(by_address), dtype=bool)
-    same[1:] = addresses[by_address[1:]] == addresses[by_address[:-1]]
-    before = np.where(same, np.roll(kind, 1), _START)
-    if not _MAY_FOLLOW[before, kind].all():
-        return None
-
-    allocs, orphans = np.flatnonzero(codes == ALLOC), np.sort(by_address[(kind == 1) & (before == _START)])
-    number = np.zeros(len(codes), dtype=np.int64)
-    number[allocs] = np.arange(len(allocs))
-    number[orphans] = -1 - np.arange(len(orphans))
-    requests = np.flatnonzero((kind == 1) & (before == 0))
-    number[by_address[requests]] = number[by_address[requests - 1]]
-    completions = np.flatnonzero(kind == 2)
-    number[by_address[completions]] = number[by_address[completions - 1]]
-
-    actions = codes.copy()
-    actions[codes == ALLOC] = Action.ALLOC
-    actions[codes == REQUESTED] = Action.FREE_REQUESTED
-    actions[codes == COMPLETED] = Action.FREE_COMPLETED
-    at, asked = by_address[completions], by_address[completions - 1]
-    at_once = at == asked + 1
-    actions[asked[at_once]] = Action.FREE
-    kept = np.ones(len(codes), dtype=bool)
-    kept[at[at_once]] = False
-    ranges = np.flatnonzero(codes < ALLOC)
-    number[ranges] = np.arange(len(ranges))
-
-    last = np.append(~same[1:], True) if len(same) else same
-    ends = {
-        state: dict(zip(addresses[found].tolist(), number[found].tolist(), strict=True))
-        for state in (0, 1)
-        for found in (by_address[last & (kind == state)],)
-    }
-    source = np.flatnonzero(kept)
-    return Pairs(source, actions[source], number[source], allocs, orphans, ranges, ends[0], ends[1])

@@ -24,10 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from memfit.errors import InputError
 from memfit.events import Trace
 from memfit.files import no_collector
-from memfit.snapshots.file import MAX_BYTES, load_plain
+from memfit.snapshots.file import MAX_BYTES, cannot_read, load_plain
 from memfit.snapshots.schema import (
     MAX_DEVICES,
     Frame,
@@ -125,12 +124,10 @@ def read_snapshot(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Snapshot:
     try:
         return snapshot_of(raw)
     except Malformed as error:
-        raise InputError(
-            f"cannot read snapshot {str(path)!r}: {error}",
-            hint="is it a memory snapshot? torch.cuda.memory._dump_snapshot writes them",
-        ) from None
+        hint = "is it a memory snapshot? torch.cuda.memory._dump_snapshot writes them"
+        raise cannot_read(path, str(error), hint) from None
     except MemoryError:
-        raise InputError(f"cannot read snapshot {str(path)!r}: it needs more memory than there is") from None
+        raise cannot_read(path, "it needs more memory than there is") from None
 
 
 def snapshot_of(raw: Any) -> Snapshot:
@@ -146,23 +143,23 @@ def _snapshot(raw: Any) -> Snapshot:
     if "segments" not in top:
         raise Malformed("it holds no 'segments'")
     stacks = Stacks(ours=_made_by_memfit(top))
-    segments = tuple(_segments(top["segments"], stacks))
+    found = list(_segments(top["segments"], stacks))
     traces = records(top.get("device_traces", []), "device_traces", MAX_DEVICES, kind=list)
-    devices = max([len(traces), *(found.segment.device + 1 for found in segments)])
+    devices = max([len(traces), *(segment.device + 1 for segment, _ in found)])
     origin, between = _memfit_part(top, devices)
     histories = [History(stacks, device, between.get(device, ())) for device in range(devices)]
     for device in between:
         histories[device].known_before = _known_before(top["memfit"])
     for device, events in enumerate(traces):
         histories[device].read(events)
-    for found in segments:
-        histories[found.segment.device].final_state(found.segment.stream, found.active)
+    for segment, active in found:
+        histories[segment.device].final_state(segment.stream, active)
     settings = _settings(top.get("allocator_settings"))
     for history in histories:
         history.finish(origin, settings)
     times = tuple(history.times for history in histories)
     return Snapshot(
-        segments=tuple(found.segment for found in segments),
+        segments=tuple(segment for segment, _ in found),
         traces=tuple(history.trace for history in histories),
         settings=settings,
         annotations=tuple(_annotations(top.get("external_annotations", []), times)),
@@ -178,13 +175,11 @@ def _snapshot(raw: Any) -> Snapshot:
 # -- what lay in memory at the end -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    segment: SnapshotSegment
-    active: list[tuple[int, int, bool, int]]  # address, requested bytes, awaiting its free, stack
+Active = list[tuple[int, int, bool, int]]
+"""Blocks in use: address, requested bytes, whether it awaits its free, stack."""
 
 
-def _segments(raw: Any, stacks: Stacks) -> Iterator[_Found]:
+def _segments(raw: Any, stacks: Stacks) -> Iterator[tuple[SnapshotSegment, Active]]:
     for i, entry in enumerate(records(raw, "segments", 1 << 22)):
         where = f"segments[{i}]"
         address = integer(entry, "address", where, 0, (1 << 64) - 1)
@@ -202,12 +197,10 @@ def _segments(raw: Any, stacks: Stacks) -> Iterator[_Found]:
             blocks=tuple(blocks),
             pool_id=_pool(entry.get("segment_pool_id", (0, 0)), where),
         )
-        yield _Found(segment, active)
+        yield segment, active
 
 
-def _blocks(
-    raw: Any, where: str, start: int, stacks: Stacks
-) -> tuple[list[SnapshotBlock], list[tuple[int, int, bool, int]]]:
+def _blocks(raw: Any, where: str, start: int, stacks: Stacks) -> tuple[list[SnapshotBlock], Active]:
     blocks, active, address = [], [], start
     for i, entry in enumerate(records(raw, f"{where}.blocks", 1 << 24)):
         at = f"{where}.blocks[{i}]"

@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.events import Action, Trace
-from memfit.snapshots.file import ALLOC, COMPLETED, REQUESTED, Ints, pair_events
 
 MAX_DEVICES = 256
 MAX_EVENTS = 20_000_000
@@ -173,7 +172,8 @@ class Stacks:
 
 # -- one device's history --------------------------------------------------------------------------------------
 
-_SKIP, _UNKNOWN = 103, 104
+ALLOC, REQUESTED, COMPLETED, _SKIP, _UNKNOWN = range(100, 105)
+"""Beside the numbers of `Action`, for what has none of its own."""
 _CODES: dict[str, int] = {
     "alloc": ALLOC, "free_requested": REQUESTED, "free_completed": COMPLETED,
     "segment_alloc": Action.SEGMENT_ALLOC, "segment_free": Action.SEGMENT_FREE,
@@ -200,7 +200,6 @@ class History:
         self.unknown_count = 0
         self._stacks = stacks
         self._marks = marks
-        self._names: dict[tuple[int, str], tuple[int, int]] = {}  # of a stack and a label: op and module of the trace
         self._live: dict[int, int] = {}  # address -> block
         self._leaving: dict[int, int] = {}  # the same, between the two halves of a free
         self._before: list[tuple[int, int, int, int]] = []  # requested, stream, address, stack
@@ -213,8 +212,6 @@ class History:
         columns = _Columns(events, where)
         self.unknown = {clean(name)[:40] for name in islice(columns.unknown, 5)}
         self.unknown_count = columns.unknown_count
-        if not self._marks and self._read_at_once(columns, where):
-            return
         rows = columns.rows()
         at = 0
         for before, phase, step in self._marks:
@@ -227,102 +224,42 @@ class History:
             self.times.append(self.times[-1] if self.times else 0)
         self._play(rows, where)
 
-    def _read_at_once(self, columns: _Columns, where: str) -> bool:
-        """The quick way, for a history without contradictions: the same as `_play`, column by column."""
-        codes = np.array(columns.codes, dtype=np.uint8)
-        known = np.flatnonzero(codes < _SKIP)
-        codes = codes[known]
-        addresses = columns.addresses[known]
-        found = pair_events(codes, addresses)
-        if found is None:
-            return False
-        sizes, streams, times = (column[known] for column in (columns.sizes, columns.streams, columns.times))
-        trace = self.trace
-        trace.actions = array("B", found.actions.tobytes())
-        trace.subjects = array("q", found.subjects.tobytes())
-        self.times = array("q", times[found.source].tobytes())
-        trace.requested, trace.streams = (array("q", column[found.allocs].tobytes()) for column in (sizes, streams))
-        trace.addresses = array("Q", addresses[found.allocs].tobytes())
-        trace.range_sizes, trace.range_streams = (array("q", c[found.ranges].tobytes()) for c in (sizes, streams))
-        trace.range_addresses = array("Q", addresses[found.ranges].tobytes())
-        self._describe_all(columns, known[found.allocs].tolist(), where)
-        stack, frames = self._stacks.stack, columns.frames
-        self.range_stack_of.extend(stack(frames[place], where) for place in known[found.ranges].tolist())
-        orphans = zip(*(column[found.orphans].tolist() for column in (sizes, streams, addresses)), strict=True)
-        for size, stream, address in orphans:
-            self._orphan(address, size, stream)
-        self._live, self._leaving = found.live, found.leaving
-        return True
-
-    def _describe_all(self, columns: _Columns, places: list[int], where: str) -> None:
-        stack, frames, words = self._stacks.stack, columns.frames, (columns.categories, columns.labels)
-        found = [stack(frames[place], where) for place in places]
-        if words == (None, None):
-            for number in set(found):
-                self._names_of(number, "")
-            table = np.zeros((len(self._stacks.stacks), 2), dtype=np.int32)
-            for (number, _), names in self._names.items():
-                table[number] = names
-            self.stack_of = array("i", found)
-            self.trace.category_of = array("i", bytes(4 * len(found)))
-            self.trace.op_of, self.trace.module_of = (array("i", table[found, i].tobytes()) for i in (0, 1))
-            return
-        categories, labels = (column or [""] * len(frames) for column in words)
-        for number, place in zip(found, places, strict=True):
-            self._describe(number, categories[place], labels[place])
-
     def _play(self, rows: Iterable[tuple[int, int, int, int, int, Any, str, str]], where: str) -> None:
         requested = -1  # the address whose free_requested was the last event
+        stack, times, actions = self._stacks.stack, self.times, self.trace.actions
         for code, address, size, stream, time, frames, category, label in rows:
             if code == ALLOC:
-                self._alloc(address, size, stream)
-                self._describe(self._stacks.stack(frames, where), category, label)
+                self._alloc(address, size, stream, stack(frames, where), category, label)
                 requested = -1
             elif code == REQUESTED:
                 requested = address if self._request(address, size, stream) else -1
             elif code == COMPLETED:
                 if address == requested:
                     del self._leaving[address]
-                    self.trace.actions[-1] = Action.FREE
+                    actions[-1] = Action.FREE
                 else:
                     self._complete(address, size, stream)
                 requested = -1
             elif code < ALLOC:
                 self.trace.driver(Action(code), address=address, size=size, stream=stream)
-                self.range_stack_of.append(self._stacks.stack(frames, where))
+                self.range_stack_of.append(stack(frames, where))
                 requested = -1
-            while len(self.times) < len(self.trace.actions):
-                self.times.append(time)
+            while len(times) < len(actions):
+                times.append(time)
 
-    def _alloc(self, address: int, size: int, stream: int) -> None:
+    def _alloc(self, address: int, size: int, stream: int, stack: int, category: str, label: str) -> None:
+        """A label of the program's own stands where a module would."""
         trace = self.trace
         if address in self._leaving:
             trace.free_completed(self._leaving.pop(address))
         elif address in self._live:  # its free was not recorded
             self.lost_frees += 1
             trace.free(self._live[address])
-        block = self._live[address] = len(trace.requested)
-        trace.requested.append(size)
-        trace.streams.append(stream)
-        trace.addresses.append(address)
-        trace.actions.append(Action.ALLOC)
-        trace.subjects.append(block)
-
-    def _describe(self, stack: int, category: str, label: str) -> None:
-        """The columns of a block that say what it is; a label of the program's own stands where a module would."""
-        trace = self.trace
-        op, module = self._names_of(stack, label)
-        trace.category_of.append(trace.name_id(category) if category else 0)
-        trace.op_of.append(op)
-        trace.module_of.append(module)
+        op, module = self._stacks.labels[stack]
+        self._live[address] = trace.alloc(
+            size, stream=stream, category=category, op=op, module=module or label, address=address
+        )
         self.stack_of.append(stack)
-
-    def _names_of(self, stack: int, label: str) -> tuple[int, int]:
-        names = self._names.get((stack, label))
-        if names is None:
-            op, module = self._stacks.labels[stack]
-            names = self._names[stack, label] = self.trace.name_id(op), self.trace.name_id(module or label)
-        return names
 
     def _request(self, address: int, size: int, stream: int) -> bool:
         if address in self._leaving:  # asked for twice: no allocator does that
@@ -387,45 +324,32 @@ class _Columns:
 
     def __init__(self, events: list[dict[Any, Any]], where: str) -> None:
         self._events, self._where = events, where
-        actions = self._required("action")
+        actions = self._column("action")
         if set(map(type, actions)) - {str}:
             self._blame("action", actions, lambda value: type(value) is str, "text")
         known = _CODES
         self.codes = list(map(known.get, actions, repeat(_UNKNOWN)))
         self.unknown = {action for action in set(actions) if action not in known}
         self.unknown_count = self.codes.count(_UNKNOWN) if self.unknown else 0
-        self.sizes: Ints = self._ints("size", self._required("size"), 0, (1 << 60) - 1)
-        self.streams: Ints = self._ints("stream", self._column("stream", 0), -(1 << 63), (1 << 63) - 1)
-        self.times: Ints = self._ints("time_us", self._column("time_us", 0), 0, (1 << 63) - 1)
+        self.sizes = self._ints("size", self._column("size"), 0, (1 << 60) - 1)
+        self.streams = self._ints("stream", self._column("stream", 0), -(1 << 63), (1 << 63) - 1)
+        self.times = self._ints("time_us", self._column("time_us", 0), 0, (1 << 63) - 1)
         self.addresses = self._ints("addr", self._addresses(), 0, (1 << 64) - 1, np.uint64)
         self.frames = self._column("frames", None)
         self.categories = self._texts("category", {"unknown": ""})
         self.labels = self._texts("user_metadata", {})
 
     def rows(self) -> Any:
-        nothing = [""] * len(self.codes)
-        return zip(
-            self.codes,
-            self.addresses.tolist(),
-            self.sizes.tolist(),
-            self.streams.tolist(),
-            self.times.tolist(),
-            self.frames,
-            self.categories or nothing,
-            self.labels or nothing,
-            strict=True,
-        )
+        words = (column or [""] * len(self.codes) for column in (self.categories, self.labels))
+        return zip(self.codes, self.addresses, self.sizes, self.streams, self.times, self.frames, *words, strict=True)
 
-    def _column(self, key: str, default: Any) -> list[Any]:
+    def _column(self, key: str, *default: Any) -> list[Any]:
+        """Where no default is given, every event must have it."""
         try:
             return list(map(itemgetter(key), self._events))
         except KeyError:
-            return [e.get(key, default) for e in self._events]
-
-    def _required(self, key: str) -> list[Any]:
-        try:
-            return list(map(itemgetter(key), self._events))
-        except KeyError:
+            if default:
+                return [e.get(key, *default) for e in self._events]
             i = next(i for i, e in enumerate(self._events) if key not in e)
             raise Malformed(f"{self._where}[{i}] has no {key!r}") from None
 
@@ -447,7 +371,7 @@ class _Columns:
         cleaned = {value: clean(value) for value in set(values)} | known
         return [cleaned[value] for value in values] if set(cleaned) - {"", *known} else None
 
-    def _ints(self, key: str, values: list[Any], low: int, high: int, kind: type = np.int64) -> npt.NDArray[Any]:
+    def _ints(self, key: str, values: list[Any], low: int, high: int, kind: type = np.int64) -> list[int]:
         def fine(value: Any) -> bool:
             return type(value) is int and low <= value <= high
 
@@ -459,7 +383,7 @@ class _Columns:
             self._blame(key, values, fine, "a number in range")
         if len(column) and (column.min() < low or column.max() > high):
             self._blame(key, values, fine, "a number in range")
-        return column
+        return values
 
     def _blame(self, key: str, values: list[Any], fine: Callable[[Any], bool], what: str) -> NoReturn:
         i = next(i for i, value in enumerate(values) if not fine(value))

@@ -240,22 +240,13 @@ class _SnapshotWriter:
 
 
 def placed_snapshot(
-    trace: Trace,
-    config: AllocatorConfig = DEFAULTS,
-    *,
-    begin: int = 0,
-    capacity: int | None = None,
-    alloc_conf: str = "",
+    trace: Trace, config: AllocatorConfig = DEFAULTS, *, begin: int = 0, alloc_conf: str = ""
 ) -> dict[str, Any]:
-    """The job from event `begin` on, as if the recording had been switched on there. Where memory runs out it ends."""
-    placed = replay(trace, config, capacity=capacity, places=True)
-    calls, end = list(placed.driver), len(trace)
-    if placed.oom is not None:
-        free, end, stream = (capacity or 0) - placed.oom.reserved, placed.oom.event, trace.streams[placed.oom.block]
-        calls.append((end, Action.OOM, max(free, 0), placed.oom.rounded, stream))
+    """The job from event `begin` on, as if the recording had been switched on there."""
+    placed = replay(trace, config, places=True)
     assert placed.address is not None
     places = list(zip(placed.address.tolist(), placed.size.tolist(), strict=True))
-    kept = kept_blocks(trace, begin, end).tolist()
+    kept = kept_blocks(trace, begin, len(trace)).tolist()
     segments = [
         SnapshotSegment(
             0, record.address, record.size, record.stream, "small" if record.small else "large", record.expandable
@@ -263,10 +254,10 @@ def placed_snapshot(
         for record in placed.segments
     ]
     return snapshot_dict(
-        between(trace, begin, end),
+        between(trace, begin, len(trace)),
         segments,
         {number: places[block] for number, block in enumerate(kept) if placed.size[block]},
-        driver=[(event - begin, *rest) for event, *rest in calls if event >= begin],  # type: ignore[misc]
+        driver=[(event - begin, *rest) for event, *rest in placed.driver if event >= begin],  # type: ignore[misc]
         settings={
             "PYTORCH_CUDA_ALLOC_CONF": alloc_conf,
             "expandable_segments": config.expandable_segments,

@@ -20,7 +20,7 @@ from types import CodeType, FrameType
 
 import torch
 
-from memfit.analysis.own_lines import BACKWARD_OF
+from memfit.analysis.stacks import BACKWARD_OF
 from memfit.events import FrameRow, Trace
 from memfit.tracing.node_numbers import NodeNumbers
 

@@ -82,7 +82,7 @@ def test_what_is_no_path_is_refused(value: Any) -> None:
 
 
 def test_the_report_of_a_run_s_folder_reads_its_memory_log(tmp_path: Path) -> None:
-    from memfit.analysis.files import report_file
+    from memfit.analysis.report import report_file
 
     run(tmp_path, **SHORT, **{"logging.memory_log": True})
 

@@ -17,16 +17,14 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
-from memfit.analysis.files import Report
 from memfit.analysis.page import page_data
+from memfit.analysis.report import Report
 from memfit.files import written_whole
 
 MODULES = (
-    "words.js", "dom.js", "data.js", "chart.js", "curves.js", "theme.js", "timeline_drawing.js", "timeline.js",
-    "flame.js", "table.js", "sections.js", "report_view.js",
+    "dom.js", "data.js", "chart.js", "timeline_drawing.js", "timeline.js", "flame.js", "table.js", "report_view.js",
 )  # fmt: skip
 """What this page and the served one are made of, each after those that it imports."""
-SCRIPTS = (*MODULES, "main.js")
 
 
 def page(reported: Report) -> str:
@@ -61,7 +59,7 @@ def asset(name: str) -> str:
 @cache
 def _script() -> str:
     """All modules as one function: a page opened from disk may not import any. Nothing of them is global."""
-    text = "\n".join(asset(name) for name in SCRIPTS)
+    text = "\n".join(asset(name) for name in MODULES) + "\nopenReport();"
     return '(() => {\n"use strict";\n' + re.sub(r"^(?:import .*\n|export )", "", text, flags=re.MULTILINE) + "\n})();"
 
 

@@ -1,7 +1,6 @@
 // The numbers of the page: columns, unpacked from base64 once.
 
-import { duration, number, shortOp } from "./words.js";
-import { cssKey } from "./dom.js";
+import { cssKey, duration, number, shortOp } from "./dom.js";
 
 function unpack(text, Kind) {
   const raw = atob(text);

@@ -1,7 +1,6 @@
 // What is alive at the peak, from the outside in: each row is called by the one above it, and as wide as its bytes.
 
-import { percent, plural, shortOp, size } from "./words.js";
-import { make } from "./dom.js";
+import { CATEGORIES, make, percent, plural, shortOp, size } from "./dom.js";
 import { fitted, onNextFrame, Surface, Theme } from "./chart.js";
 
 const ROW = 21;
@@ -90,11 +89,10 @@ export class Flame {
   color(node) {
     if (node.depth === 0) return Theme.get("--sunken");
     const name = node.name.split(" ")[0];
-    const known = ["weights", "gradients", "optimizer", "activations", "loss", "calibration", "kv_cache", "temporaries", "workspaces", "other", "unknown"];
     let top = node;
     while (top.depth > 1) top = this.nodes[top.parent];
     const category = top.name.replace(" ", "_");
-    if (known.includes(category)) return shadedFor(Theme.get(`--c-${category}`), node.depth);
+    if (CATEGORIES.includes(category)) return shadedFor(Theme.get(`--c-${category}`), node.depth);
     if (name.startsWith("(")) return shadedFor(Theme.get("--c-before"), 1);
     const packages = name.includes("/") ? name.split("/")[0] : "own code";
     const tint = packages === "torch" ? "--s9" : packages === "own code" ? "--s2" : `--s${[0, 1, 5, 7][hash(packages) % 4]}`;

@@ -1,7 +1,6 @@
 // The allocations themselves, with search: alive at the peak, alive at the moment that was clicked, or all.
 
-import { number, plural, size } from "./words.js";
-import { category, make, place } from "./dom.js";
+import { category, make, number, place, plural, size } from "./dom.js";
 import { onNextFrame } from "./chart.js";
 
 const PAGE_ROWS = 60;

@@ -1,7 +1,6 @@
 // Memory over time, as one looks at it: which part is shown and how, what lies under the pointer, hands and keys.
 
-import { number, shortOp, size } from "./words.js";
-import { make, swatch } from "./dom.js";
+import { make, number, shortOp, size, swatch } from "./dom.js";
 import { onNextFrame } from "./chart.js";
 import { BOTTOM, Drawing, LEFT, RIGHT, TOP } from "./timeline_drawing.js";
 
@@ -258,70 +257,71 @@ export class Timeline extends Drawing {
   // -- hands and keys
 
   listen() {
-    const { canvas } = this;
-    let drag = null;
-    canvas.addEventListener("wheel", (event) => {
-      const whole = this.from <= 0 && this.to >= this.end;
-      const factor = Math.exp(Math.max(-60, Math.min(60, event.deltaY || event.deltaX)) * 0.008);
-      if (event.altKey) {
-        event.preventDefault();
-        return this.zoomHeight(factor, this.valueAt(event.offsetY));
-      }
-      if (Math.abs(event.deltaX) > Math.abs(event.deltaY) || event.shiftKey) {
-        event.preventDefault();
-        const by = ((event.deltaX || event.deltaY) / this.plotWidth) * (this.to - this.from);
-        return this.show(this.from + by, this.to + by);
-      }
-      if (whole && event.deltaY > 0) return; // nothing further out: the page may scroll
-      event.preventDefault();
-      this.zoom(factor, this.positionAt(event.offsetX));
-    }, { passive: false });
-    canvas.addEventListener("pointerdown", (event) => {
-      if (this.onRange && (event.shiftKey || this.selecting)) drag = { selects: this.positionAt(event.offsetX) };
-      else drag = { x: event.offsetX, y: event.offsetY, from: this.from, to: this.to, low: this.low, high: this.high, moved: false };
-      canvas.setPointerCapture(event.pointerId);
-    });
-    canvas.addEventListener("pointermove", (event) => {
-      if (!drag) return this.showTip(event.offsetX, event.offsetY);
-      if (drag.selects !== undefined) return this.setRange(drag.selects, this.positionAt(event.offsetX), false);
-      const by = ((drag.x - event.offsetX) / this.plotWidth) * (drag.to - drag.from);
-      if (Math.abs(drag.x - event.offsetX) > 3 || (this.heights && Math.abs(drag.y - event.offsetY) > 3)) drag.moved = true;
-      if (drag.moved) {
-        if (this.heights) {
-          const up = ((event.offsetY - drag.y) / this.plotHeight) * (drag.high - drag.low);
-          this.moveHeight(Math.max(drag.low + up, 0), Math.max(drag.low + up, 0) + drag.high - drag.low);
-        }
-        canvas.classList.add("dragging");
-        this.moving = true;
-        this.hideTip();
-        this.show(drag.from + by, drag.to + by);
-      }
-    });
-    canvas.addEventListener("pointerup", (event) => {
-      if (drag && drag.selects !== undefined) {
-        this.setRange(drag.selects, this.positionAt(event.offsetX));
-        drag = null;
-        return;
-      }
-      const clicked = drag && !drag.moved;
-      drag = null;
-      canvas.classList.remove("dragging");
-      if (this.moving) this.schedule();
-      this.moving = false;
-      if (clicked) this.click(event.offsetX, event.offsetY);
-    });
+    const { canvas, overview } = this;
+    this.held = null; // what a pressed pointer does: it selects, or it drags
+    canvas.addEventListener("wheel", (event) => this.turn(event), { passive: false });
+    canvas.addEventListener("pointerdown", (event) => this.grab(event));
+    canvas.addEventListener("pointermove", (event) => this.drag(event));
+    canvas.addEventListener("pointerup", (event) => this.letGo(event));
     canvas.addEventListener("pointerleave", () => this.hideTip());
     canvas.addEventListener("dblclick", (event) => this.zoom(0.4, this.positionAt(event.offsetX)));
     canvas.addEventListener("keydown", (event) => this.press(event));
-    const jump = (event) => {
-      const middle = ((event.offsetX - LEFT) / this.plotWidth) * this.end, half = (this.to - this.from) / 2;
-      this.show(middle - half, middle + half);
-    };
-    this.overview.addEventListener("pointerdown", (event) => {
-      this.overview.setPointerCapture(event.pointerId);
-      jump(event);
+    overview.addEventListener("pointerdown", (event) => {
+      overview.setPointerCapture(event.pointerId);
+      this.jump(event);
     });
-    this.overview.addEventListener("pointermove", (event) => event.buttons && jump(event));
+    overview.addEventListener("pointermove", (event) => event.buttons && this.jump(event));
+  }
+
+  turn(event) {
+    const whole = this.from <= 0 && this.to >= this.end;
+    const factor = Math.exp(Math.max(-60, Math.min(60, event.deltaY || event.deltaX)) * 0.008);
+    const sideways = !event.altKey && (Math.abs(event.deltaX) > Math.abs(event.deltaY) || event.shiftKey);
+    if (!event.altKey && !sideways && whole && event.deltaY > 0) return; // nothing further out: the page may scroll
+    event.preventDefault();
+    if (event.altKey) return this.zoomHeight(factor, this.valueAt(event.offsetY));
+    if (!sideways) return this.zoom(factor, this.positionAt(event.offsetX));
+    const by = ((event.deltaX || event.deltaY) / this.plotWidth) * (this.to - this.from);
+    this.show(this.from + by, this.to + by);
+  }
+
+  grab(event) {
+    if (this.onRange && (event.shiftKey || this.selecting)) this.held = { selects: this.positionAt(event.offsetX) };
+    else this.held = { x: event.offsetX, y: event.offsetY, from: this.from, to: this.to, low: this.low, high: this.high, moved: false };
+    this.canvas.setPointerCapture(event.pointerId);
+  }
+
+  drag(event) {
+    const { held } = this;
+    if (!held) return this.showTip(event.offsetX, event.offsetY);
+    if (held.selects !== undefined) return this.setRange(held.selects, this.positionAt(event.offsetX), false);
+    if (Math.abs(held.x - event.offsetX) > 3 || (this.heights && Math.abs(held.y - event.offsetY) > 3)) held.moved = true;
+    if (!held.moved) return;
+    if (this.heights) {
+      const low = Math.max(held.low + ((event.offsetY - held.y) / this.plotHeight) * (held.high - held.low), 0);
+      this.moveHeight(low, low + held.high - held.low);
+    }
+    this.canvas.classList.add("dragging");
+    this.moving = true;
+    this.hideTip();
+    const by = ((held.x - event.offsetX) / this.plotWidth) * (held.to - held.from);
+    this.show(held.from + by, held.to + by);
+  }
+
+  letGo(event) {
+    const { held } = this;
+    this.held = null;
+    if (held && held.selects !== undefined) return this.setRange(held.selects, this.positionAt(event.offsetX));
+    this.canvas.classList.remove("dragging");
+    if (this.moving) this.schedule();
+    this.moving = false;
+    if (held && !held.moved) this.click(event.offsetX, event.offsetY);
+  }
+
+  // In the picture of the whole below: what is in view goes there.
+  jump(event) {
+    const middle = ((event.offsetX - LEFT) / this.plotWidth) * this.end, half = (this.to - this.from) / 2;
+    this.show(middle - half, middle + half);
   }
 
   click(x, y) {

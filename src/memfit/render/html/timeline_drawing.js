@@ -1,7 +1,7 @@
 // How memory over time is drawn. Each column of pixels shows the moment at which most was allocated in it, so no peak is
 // lost; what is shown one by one is solid, and what is too small for that is the pale rest of its group.
 
-import { eventTicks, sizeTicks, timeTicks } from "./words.js";
+import { eventTicks, sizeTicks, timeTicks } from "./dom.js";
 import { phaseName, upperBound } from "./data.js";
 import { fitted, FONT, Surface, Theme } from "./chart.js";
 

@@ -1,10 +1,9 @@
 // Cards against models: `memfit table` as a heat map. Rows appear as they are planned; a cell opens the planner.
 
-import { make } from "./dom.js";
+import { make, size } from "./dom.js";
 import { SIGNS } from "./plan_view.js";
 import { field, segments } from "./controls.js";
 import { KIND_WORDS } from "./job_form.js";
-import { size } from "./words.js";
 
 export async function show(container, texts, shell) {
   const names = await shell.get("/api/table");

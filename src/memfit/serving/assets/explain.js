@@ -2,8 +2,7 @@
 // tensor, what helps and what does not.
 
 import { Picker, field, segments } from "./controls.js";
-import { card, dataTable, make } from "./dom.js";
-import { percent, size } from "./words.js";
+import { card, dataTable, make, percent, size } from "./dom.js";
 
 const MOST_TEXT = 6 * 2 ** 20;
 const COLORS = { allocated: "--s0", "private pools": "--s3", cached: "--s5", "outside torch": "--s1", "other processes": "--s4", "not told apart": "--s6", free: "--c-free", rest: "--s9" };

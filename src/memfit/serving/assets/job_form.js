@@ -2,8 +2,7 @@
 // state holds only what is not as it would be by itself.
 
 import { Picker, Slider, choice, field, keepingFocus, segments, toggle } from "./controls.js";
-import { make } from "./dom.js";
-import { size } from "./words.js";
+import { make, size } from "./dom.js";
 
 export const KIND_WORDS = { lora: "LoRA", qlora: "QLoRA" };  // others are called as they are
 const BATCHES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256];

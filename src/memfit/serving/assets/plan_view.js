@@ -1,7 +1,8 @@
-// A plan (memfit.plan/1) as the planner shows it: verdict, the bar against the card, what is alive, phases, largest tensors.
+// A plan (memfit.plan/1) as the planner shows it: verdict, the bar against the card, what is alive, phases, largest tensors; what
+// makes the job fit (memfit.fit/1), one button a change; and a picture of all that, as a PNG.
 
-import { card, category, cssKey, dataTable, make, swatch } from "./dom.js";
-import { duration, number, percent, shortOp, size, sizesIn } from "./words.js";
+import { Theme } from "./chart.js";
+import { card, category, cssKey, dataTable, duration, make, number, percent, shortOp, size, sizesIn, swatch } from "./dom.js";
 
 export const SIGNS = { safe: "✓", tight: "!", fails: "✕" };
 const WAYS = {
@@ -9,7 +10,7 @@ const WAYS = {
 };
 
 // [name, bytes, colour], from the bottom up: what is alive, what torch holds beyond it, what CUDA itself takes
-export function barParts(plan) {
+function barParts(plan) {
   const alive = Object.entries(plan.breakdown).filter(([, bytes]) => bytes > 0).map(([name, bytes]) => [name.replace("_", " "), bytes, `--c-${cssKey(name)}`]);
   const held = plan.peak.reserved_bytes - plan.peak.allocated_bytes;
   const padding = plan.peak.device_bytes - plan.peak.reserved_bytes - plan.peak.context_bytes; // the card decides on it
@@ -109,4 +110,89 @@ export function assumedCard(plan) {
   return card("assumed", "Assumed", `${number(plan.model.parameters)} parameters, ${number(plan.model.trainable_parameters)} of them trained; planned in ${duration(plan.seconds)}`,
     host.length ? dataTable([["host memory", ""], ["", "num"]], host.map(([name, bytes]) => [name.replaceAll("_", " "), size(bytes)])) : null,
     make("ul", { class: "notes" }, plan.notes.filter((note) => !note.startsWith("not modelled:")).map((note) => make("li", { text: note }))));
+}
+
+export function fitCard(fitted, apply) {
+  const { changes, after, gpu } = fitted;
+  const all = merged(changes.map((change) => change.settings));
+  const title = { "fits already": "It fits already", fits: "What makes it fit", "nothing fits": "Nothing makes it fit" }[fitted.answer];
+  const sub = fitted.answer === "fits already" ? `a tenth of ${gpu.name} stays free`
+    : `each change is predicted on this very job; with all of them ${size(after.device_bytes)} of ${size(gpu.capacity_bytes)}${fitted.answer === "fits" ? ", a tenth of the card stays free" : `: the nearest set; it needs a card of ${size(fitted.smallest_gpu_bytes)}`}`;
+  return make("section", { class: "card", id: "fit" }, make("h2", { text: title }), make("p", { class: "sub", text: sub }),
+    changes.length ? dataTable([["", ""], ["change", ""], ["saves", "num"], ["then", "num"], ["price", "wide"]], changes.map((change) => [
+      button("apply", () => apply(change.settings), change.name),
+      make("span", {}, change.name, " ", make("span", { class: `cost ${change.cost}`, text: change.cost })), size(change.saved_bytes), size(change.after_bytes),
+      make("span", {}, make("span", { text: change.says }), make("br"), make("span", { class: "muted", text: `${change.price}; ${change.risk}` })),
+    ])) : null,
+    changes.length > 1 ? make("p", { class: "more" }, button(`apply all ${changes.length}`, () => apply(all), "all")) : null,
+    fitted.alternatives.map((each) => make("p", { class: "more" }, `Or, without ${each.instead_of}: ${each.changes.map((change) => change.name).join(", ")}; ${size(each.device_bytes)}, ${each.verdict} `,
+      button("apply", () => apply(each.settings), `instead of ${each.instead_of}`))),
+    fitted.smaller_model ? make("p", { class: "more" }, `A smaller model: ${fitted.smaller_model.name}, ${size(fitted.smaller_model.device_bytes)}, ${fitted.smaller_model.verdict} `,
+      button("apply", () => apply({ model: fitted.smaller_model.name }), "smaller model")) : null,
+    fitted.set_aside.length ? make("details", { class: "more" }, make("summary", { text: "what was left out, and why" }),
+      dataTable([["change", ""], ["why", ""], ["", "wide"]], fitted.set_aside.map((each) => [each.name, each.why, make("span", { class: "muted", text: each.reason })]))) : null,
+    fitted.notes.length ? make("ul", { class: "notes" }, fitted.notes.map((note) => make("li", { text: note }))) : null);
+}
+
+function button(text, click, name) {
+  return make("button", { class: "plain", type: "button", text, "data-change": name, "aria-label": `${text}: ${name}`, on: { click } });
+}
+
+// Lists of names add up, as what is offloaded does.
+function merged(all) {
+  const made = {};
+  for (const settings of all) {
+    for (const [name, value] of Object.entries(settings)) made[name] = Array.isArray(value) ? [...new Set([...(made[name] || []), ...value])] : value;
+  }
+  return made;
+}
+
+const WIDE = 1200, EDGE = 28, BAR = 34;
+const SANS = 'system-ui, -apple-system, "Segoe UI", Roboto, sans-serif';
+
+export function pictureOf(answer, timeline) {
+  const { plan } = answer;
+  const drawn = timeline ? timeline.canvas : null;
+  const tall = drawn ? (drawn.height / drawn.width) * (WIDE - 2 * EDGE) : 0;
+  const canvas = document.createElement("canvas");
+  const parts = barParts(plan);
+  [canvas.width, canvas.height] = [WIDE, Math.round(250 + tall)];
+  const context = canvas.getContext("2d");
+  context.fillStyle = Theme.get("--surface");
+  context.fillRect(0, 0, canvas.width, canvas.height);
+  write(context, `${plan.workload.kind} of ${plan.model.name}${plan.gpu ? ` on ${plan.gpu.name}` : ""}`, EDGE, 46, `600 24px ${SANS}`, "--text");
+  write(context, answer.verdict, EDGE, 78, `18px ${SANS}`, "--text");
+  write(context, `predicted by memfit: ${answer.how}`, EDGE, 104, `14px ${SANS}`, "--muted");
+  const scale = Math.max(plan.peak.device_bytes, plan.gpu ? plan.gpu.capacity_bytes : 0), room = WIDE - 2 * EDGE;
+  context.fillStyle = Theme.get("--sunken");
+  context.fillRect(EDGE, 122, room, BAR);
+  let x = EDGE;
+  for (const [, bytes, color] of parts) {
+    context.fillStyle = Theme.get(color);
+    context.fillRect(x, 122, (bytes / scale) * room, BAR);
+    x += (bytes / scale) * room;
+  }
+  if (plan.gpu) {
+    context.fillStyle = Theme.get("--text");
+    context.fillRect(EDGE + (plan.gpu.capacity_bytes / scale) * room - 2, 116, 2, BAR + 12);
+  }
+  let at = EDGE, line = 186;
+  for (const [name, bytes, color] of parts) {
+    const text = `${name} ${size(bytes)}`;
+    context.font = `14px ${SANS}`;
+    const wide = context.measureText(text).width + 38;
+    if (at + wide > WIDE - EDGE) [at, line] = [EDGE, line + 24];
+    context.fillStyle = Theme.get(color);
+    context.fillRect(at, line - 10, 11, 11);
+    write(context, text, at + 17, line, `14px ${SANS}`, "--text");
+    at += wide;
+  }
+  if (drawn) context.drawImage(drawn, EDGE, 236, room, tall);
+  return new Promise((done) => canvas.toBlob(done, "image/png"));
+}
+
+function write(context, text, x, y, font, color) {
+  context.font = font;
+  context.fillStyle = Theme.get(color);
+  context.fillText(text, x, y, WIDE - 2 * EDGE);
 }

@@ -3,10 +3,8 @@
 
 import { Run } from "./data.js";
 import { make } from "./dom.js";
-import { fitCard } from "./fit_view.js";
+import { assumedCard, comparison, fitCard, largestCard, phasesCard, pictureOf, timeWords, verdictCard } from "./plan_view.js";
 import { JobForm } from "./job_form.js";
-import { pictureOf } from "./picture.js";
-import { assumedCard, comparison, largestCard, phasesCard, timeWords, verdictCard } from "./plan_view.js";
 import { Timeline } from "./timeline.js";
 
 const FIRST = { kind: "lora", model: "qwen2.5-7b", gpu: "RTX 4090" };

@@ -1,11 +1,10 @@
 // Folders of recorded runs, those that are still going too: what each took, beside its plan and beside the others.
 
 import { keepingFocus } from "./controls.js";
-import { curves } from "./curves.js";
-import { card, dataTable, make, swatch } from "./dom.js";
-import { checkpoints } from "./sections.js";
+import { curves } from "./chart.js";
+import { card, dataTable, eventTicks, make, niceStep, number, percent, plural, size, sizeTicks, swatch, timeTicks } from "./dom.js";
+import { checkpoints } from "./report_view.js";
 import { ago } from "./viewer.js";
-import { eventTicks, niceStep, number, percent, plural, size, sizeTicks, timeTicks } from "./words.js";
 
 const POLL = 2000;
 const MOST = 6; // runs side by side

@@ -4,7 +4,7 @@
 // address changes by hand; `state` is what stands behind `#view?`. What it returns, if anything, is called when it goes.
 
 import { make } from "./dom.js";
-import { followTheme, themeButton } from "./theme.js";
+import { followTheme, themeButton } from "./chart.js";
 
 const VIEWS = [["planner", "Planner"], ["runs", "Runs"], ["viewer", "Viewer"], ["explain", "Explain"], ["cards", "Cards × models"]];
 

@@ -1,10 +1,9 @@
 // Any recording as a report shows it. What is drawn comes from the server a window at a time; what was drawn stays until then.
 
 import { Run } from "./data.js";
-import { category, dataTable, make } from "./dom.js";
+import { category, dataTable, duration, make, number, plural, size } from "./dom.js";
 import { ReportView } from "./report_view.js";
 import { Refused } from "./shell.js";
-import { duration, number, plural, size } from "./words.js";
 
 const REST = 120; // milliseconds without a movement, after which the server is asked
 const POLL = 300;

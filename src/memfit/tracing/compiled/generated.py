@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from memfit.analysis.own_lines import BACKWARD_OF
+from memfit.analysis.stacks import BACKWARD_OF
 from memfit.events import FrameRow
 from memfit.extrapolation.reused import COMPILED
 from memfit.tracing.answers import GENERATED

@@ -19,7 +19,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memfit.analysis.own_lines import is_own
+from memfit.analysis.stacks import is_own
 from memfit.errors import TraceError
 from memfit.extrapolation.reused import say
 from memfit.tracing.autocast import LAYER

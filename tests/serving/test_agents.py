@@ -1,11 +1,20 @@
-"""`memfit mcp`, asked by a real client in another process: documents as `--json` prints them, and no code is run."""
+"""`memfit mcp`, asked by a real client in another process, and its tools as functions.
+
+Documents are as `--json` prints them, no code is run, nothing is printed into the protocol; it ends with its input, or
+when it is told to, whatever it is working on.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import signal
+import subprocess
+import time
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +24,9 @@ pytest.importorskip("mcp")
 
 from mcp.client import Client
 from mcp.client.stdio import StdioServerParameters, stdio_client
+from mcp.server.mcpserver.exceptions import ToolError
+
+from memfit.serving import agents
 
 TINY = {
     "model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -127,3 +139,129 @@ def test_streams_of_the_server_itself_are_not_read(said: dict[str, Any]) -> None
 def test_a_setting_beside_the_settings_is_told_and_not_passed_over(said: dict[str, Any]) -> None:
     assert said["beside"].is_error and "plan has no argument 'batch_size'" in text_of(said["beside"])
     assert 'put it into settings: {"batch_size": ...}' in text_of(said["beside"])
+
+
+BUSY = """
+import os, sys, tempfile, time
+from memfit.serving import agents
+from memfit.cli.main import run
+
+def predict(*_, **__):
+    with tempfile.TemporaryDirectory(dir=os.environ["BUSY_FOLDER"]):
+        os.write(2, b"asked\\n")
+        time.sleep(600)
+
+agents.predict = predict
+sys.argv = ["memfit", "mcp"]
+run()
+"""
+HELLO = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "test", "version": "1"}}
+LINES = (
+    {"jsonrpc": "2.0", "id": 0, "method": "initialize", "params": HELLO},
+    {"jsonrpc": "2.0", "method": "notifications/initialized"},
+    {"jsonrpc": "2.0", "id": 1, "method": "tools/call",
+     "params": {"name": "plan", "arguments": {"kind": "train", "model": "gpt2"}}},
+)  # fmt: skip
+SOON = 120.0
+
+
+def working_on_a_question(folder: Path) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [warm_python(), "-c", BUSY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env={**os.environ, "BUSY_FOLDER": str(folder)},
+    )  # fmt: skip
+    assert process.stdin is not None and process.stderr is not None
+    process.stdin.write(b"".join(json.dumps(line).encode() + b"\n" for line in LINES))
+    process.stdin.flush()
+    while process.stderr.readline() != b"asked\n":
+        assert process.poll() is None
+    return process
+
+
+def test_it_ends_with_its_input_amid_a_question_and_leaves_nothing(tmp_path: Path) -> None:
+    process = working_on_a_question(tmp_path)
+    assert [*tmp_path.iterdir()]
+    process.communicate(timeout=SOON)
+    assert process.returncode == 0
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_client_that_reads_no_more_ends_it_quietly(tmp_path: Path) -> None:
+    process = working_on_a_question(tmp_path)
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    end = time.monotonic() + SOON
+    while process.poll() is None and time.monotonic() < end:
+        with suppress(BrokenPipeError):  # its input is read line by line
+            os.write(process.stdin.fileno(), b'{"jsonrpc": "2.0", "id": 2, "method": "ping"}\n')
+        time.sleep(0.1)
+    process.kill()
+    assert (process.wait(), process.stderr.read()) == (141, b"")
+    process.stderr.close(), process.stdin.close()
+
+
+def test_a_signal_ends_it_amid_a_question(tmp_path: Path) -> None:
+    process = working_on_a_question(tmp_path)
+    process.send_signal(signal.SIGTERM)
+    try:
+        assert process.wait(SOON) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        process.communicate()
+
+
+class Loud:
+    def to_json(self) -> dict[str, Any]:
+        print("a library says something")
+        return {"schema": "loud"}
+
+
+def test_what_is_printed_stays_out_of_the_protocol(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(agents, "report_file", lambda path, **_: Loud())
+
+    assert agents.report("x.pickle") == {"schema": "loud"}
+    assert capsys.readouterr() == ("", "a library says something\n")
+
+
+def test_what_is_to_be_kept_is_told_to_who_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def fit(work: Any, **given: Any) -> Loud:
+        asked.update(given, rank=work.rank)
+        return Loud()
+
+    monkeypatch.setattr(agents, "make_fit", fit)
+    agents.fit(gpu="8GB", kind="lora", model="gpt2", settings={"rank": 4}, keep=["rank", "seq_len"])
+
+    assert asked == {"gpu": "8GB", "keep": ("rank", "seq_len"), "rank": 4}
+
+
+def test_keys_that_are_to_be_left_out_of_a_file_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {}
+
+    def read(file: str, **given: Any) -> Any:
+        asked.update(given, file=file)
+        return SimpleNamespace(workload=None)
+
+    monkeypatch.setattr(agents, "read_job", read)
+    monkeypatch.setattr(agents, "predict", lambda work, **_: Loud())
+    agents.plan(job_file="job.yaml", without=["deepspeed"], settings={"rank": 2})
+
+    assert asked == {"file": "job.yaml", "without": ["deepspeed"], "rank": 2}
+
+
+def test_an_error_comes_with_what_to_do_about_it() -> None:
+    with pytest.raises(ToolError, match="no model called 'gtp2'") as told:
+        agents.plan(kind="train", model="gtp2")
+    assert "did you mean 'gpt2'" in str(told.value)
+
+
+def test_a_bug_is_told_with_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    def explain(*_: Any, **__: Any) -> Loud:
+        raise PermissionError(13, "Permission denied", "/proc/1/cwd")
+
+    monkeypatch.setattr(agents, "explain_error", explain)
+    with pytest.raises(ToolError, match=r"PermissionError: .*'/proc/1/cwd'\nthis is a bug in memfit"):
+        agents.explain(text="CUDA out of memory")

@@ -33,8 +33,8 @@ from memfit.jobs.settings import KINDS, QLORA, plain_name, plain_value
 from memfit.jobs.workload import Workload
 from memfit.models.registry import refuse_code
 from memfit.planning.predict import predict
-from memfit.render.recorded import report as report_file
 from memfit.render.shown import Shown
+from memfit.render.shown import report as report_file
 
 INSTRUCTIONS = (
     "memfit predicts the GPU memory of transformer jobs to the byte, without a GPU. Sizes in answers are bytes. "

@@ -1,4 +1,4 @@
-"""`memfit watch`: GPUs, processes and running memfit jobs, live in a terminal; over ssh, and without a GPU too."""
+"""`memfit watch`, `memfit gpus`, `memfit models`: this machine's GPUs, live; the cards and the models known by name."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from memfit.cli import output
+from memfit.cli.options import Json
 from memfit.errors import UsageError
 from memfit.files import continues_log, writing, written_whole
 
@@ -94,3 +95,57 @@ def _replace(path: Path, text: str) -> None:
         continues_log(path, "# HELP memfit_", "file of memfit watch")
     with writing(path, "--prometheus"), written_whole(path) as beside:
         beside.write_text(text, encoding="utf-8")
+
+
+def gpus(json: Json = False) -> None:
+    """List the cards that --gpu knows by name, and slices of them.
+
+    Memory is what a card gives to a program, which is less than its label; context is what CUDA itself takes of that
+    after a training step. Where that was not measured it is a range, of which verdicts count the upper end.
+    """
+    from dataclasses import asdict
+
+    from memfit.gpus import list_gpus, list_slices
+
+    document = {
+        "schema": "memfit.gpus/1",
+        "gpus": [
+            {
+                "name": card.name, "capacity_bytes": card.capacity_bytes, "context_bytes": card.context_bytes,
+                "context": asdict(card.context_after(training=True, flash=True)),
+                "compute_capability": ".".join(map(str, card.arch)), "sm_count": card.sm_count,
+                "bandwidth_bytes_per_second": card.bandwidth, "flops_16bit": card.flops_16bit,
+                "flops_fp32": card.flops_fp32, "link_bytes_per_second": card.link_bandwidth,
+                "notes": list(card.notes), "source": card.source,
+            }
+            for card in (*list_gpus(), *list_slices())
+        ],
+    }  # fmt: skip
+    output.tell_document(document, json=json)
+
+
+def models(json: Json = False) -> None:
+    """List the models that --model knows by name.
+
+    They are hyper-parameters only: nothing is downloaded, for memory does not depend on the values of weights. Those
+    that are published quantised too go by the hub ids of such checkpoints (--json has them).
+    """
+    from memfit.models.presets import encoders, presets, variants
+
+    document = {
+        "schema": "memfit.models/1",
+        "models": [
+            {
+                "name": preset.name, "type": preset.model_type, "parameters": preset.parameters,
+                "hub_ids": [alias for alias in preset.aliases if "/" in alias],
+                "aliases": [alias for alias in preset.aliases if "/" not in alias],
+                "quantised": [
+                    {"hub_id": name, "storage": each.storage, "quantization_config": each.config["quantization_config"]}
+                    for name, each in variants().get(preset.name, {}).items()
+                ],
+                "source": preset.source, "note": preset.note,
+            }
+            for preset in (*presets(), *encoders())
+        ],
+    }  # fmt: skip
+    output.tell_document(document, json=json)

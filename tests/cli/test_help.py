@@ -1,6 +1,9 @@
-"""Shell completion: what Tab offers in bash, asked as bash asks."""
+"""What help and Tab offer: whole sentences, and in bash what was begun, asked as bash asks."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -19,3 +22,14 @@ def test_tab_offers_commands_and_flags(
     monkeypatch.setenv("COMP_CWORD", str(len(typed.split()) - 1))
     assert main([]) == 0
     assert capfd.readouterr().out.split() == [offered]
+
+
+Memfit = Callable[..., Any]
+
+
+@pytest.mark.parametrize("line", ["--help", "plan --help", "fit --help", "check --help"])
+def test_no_summary_is_cut_off(memfit: Memfit, line: str) -> None:
+    listed = memfit(*line.split()).out.partition("Commands:")[2].partition("Example:")[0]
+
+    assert listed.strip()
+    assert "..." not in listed
