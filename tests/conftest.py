@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -60,6 +61,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are cores: while a test waits for a process or for a clock, another one works."""
     return (os.cpu_count() or 1) + 1
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """The imports are done once for all of them, in the process from which `warm_python` forks too."""
+    for spec in specs:
+        spec.python = warm_python()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
