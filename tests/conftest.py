@@ -87,10 +87,13 @@ def what_earlier_files_left_is_not_looked_through_again() -> None:
     freeze_all()
 
 
-@pytest.fixture
-def shared_traces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One cache for all tests of this run that want it: a job that several of them ask about is traced once."""
-    monkeypatch.setenv("MEMFIT_CACHE", f"{os.environ[FOLDER]}/traces")
+@pytest.fixture(scope="module")
+def shared_traces() -> Iterator[None]:
+    """One cache for all tests of this run that want it: a job that several of them ask about is traced once. Of a whole
+    file, so that what its fixtures trace is found there too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEMFIT_CACHE", f"{os.environ[FOLDER]}/traces")
+        yield
 
 
 @pytest.fixture(autouse=True)
