@@ -16,7 +16,7 @@ from memfit.jobs.adapter_names import adapter_config_of
 from memfit.jobs.training.config_file import load_config
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
-SOON = 20.0
+SOON = 300.0
 
 
 def refused(read: Any, *arguments: Any) -> str:

@@ -31,6 +31,10 @@ pytestmark = pytest.mark.usefixtures("shared_traces")
 MODELS, CARDS = ("pythia-14m", "llama-3.2-1b"), ("24GB", "2GiB", "6GiB")
 
 
+planned = cache(plan_way)
+"""Most claims are about one model: it is traced once."""
+
+
 @pytest.fixture(scope="module")
 def made() -> Table:
     return make_table(MODELS, ("prune", "lora", "forward"), CARDS)
@@ -128,7 +132,7 @@ def claim(said: str) -> Claim:
     ],
 )
 def test_a_claim_is_answered_in_words(said: str, answer: str) -> None:
-    checked = check_claim(claim(said), cache(plan_way))
+    checked = check_claim(claim(said), planned)
 
     assert checked.answer == answer
     assert (checked.streamed_gpu, checked.streamed.verdict) == ("8GB", "safe")
@@ -153,7 +157,7 @@ def test_a_claim_is_right_or_wrong_by_what_is_predicted(
     if by_default != found:
         about = replace(about, gpu="4.9GiB", nsamples=64)
 
-    checked = check_claim(about, cache(plan_way))
+    checked = check_claim(about, planned)
 
     assert (checked.whole.verdict, checked.whole_by_default.verdict) == (found, by_default)
     assert checked.answer == answer
@@ -161,7 +165,7 @@ def test_a_claim_is_right_or_wrong_by_what_is_predicted(
 
 def test_half_the_length_saves_less_than_the_half_that_the_guide_says() -> None:
     """Two buffers of hidden states are halved; what sorting the scores of the largest matrix takes is not."""
-    half, quarter, *_ = (check_saving(replace(saving, model="1b"), cache(plan_way)).to_json() for saving in SAVINGS[:2])
+    half, quarter, *_ = (check_saving(replace(saving, model="1b"), planned).to_json() for saving in SAVINGS[:2])
 
     assert 0.3 < half["share"] < half["guide_share"]
     assert half["share"] < quarter["share"] < quarter["guide_share"]
@@ -307,7 +311,7 @@ def test_the_page_says_of_the_guides_what_is_predicted_now() -> None:
         card = find_gpu(gpu) if gpu else None
         return predict_whole_model_pruning(Workload(kind="prune", model=model), card).peak.device_bytes
 
-    shares = [check_saving(saving, cache(plan_way)).to_json()["share"] for saving in SAVINGS[:3]]
+    shares = [check_saving(saving, planned).to_json()["share"] for saving in SAVINGS[:3]]
     other = 0 if ROTARY_TABLES_ARE_A_PRODUCT else 0.01  # without it, what is reserved lies otherwise
 
     said = [

@@ -99,7 +99,7 @@ def told(plan: Plan) -> dict[str, Any]:
 @pytest.mark.parametrize(("kind", "name"), list(cases()))
 def test_a_setting_changes_the_plan_or_is_refused_or_noted(kind: str, name: str, models: dict[int, str]) -> None:
     model = models[2 if name == "compile_blocks" else 1]  # a list of one module is not taken for blocks
-    for beside in ({}, BESIDE.get(name, {})):
+    for beside in ({}, *([BESIDE[name]] if name in BESIDE else [])):
         base = {"kind": kind, "model": model, **SIZES[kind], **beside}
         before = planned(json.dumps(base))
         if isinstance(before, MemfitError):

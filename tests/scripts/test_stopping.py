@@ -130,22 +130,22 @@ def test_stdout_holds_one_document_whatever_a_script_prints_closes_or_leaves_run
             r"a thread that the code started (Thread-1 (sleep)) still runs",
         ),
         (
-            "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])\nwhile True: pass\n",
-            "within 1 s, and went on when it was told to end",
+            "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])\nwhile True: time.sleep(1)\n",
+            "within 5 s, and went on when it was told to end",
         ),
     ],
 )
 def test_a_process_that_ends_or_never_ends_past_memfit_is_told(write, text: str, said: str) -> None:  # type: ignore[no-untyped-def]
     write("model(torch.randn(1, 512, device='cuda'))\n" + text)
-    run = plan("--seconds", "1" if "within 1 s" in said else "60")
+    run = plan("--seconds", "5" if "within 5 s" in said else "60")  # enough to come so far on a busy machine
     assert (run.returncode, run.stdout) == (2, "") and said in run.stderr
     assert list(Path("tmp").glob("memfit-*")) == []
 
 
 def test_objects_that_take_long_to_go_do_not_hold_up_the_plan(write) -> None:  # type: ignore[no-untyped-def]
-    write("class Slow:\n    def __del__(self): time.sleep(100)\nkept = Slow()\n"
+    write("class Slow:\n    def __del__(self): time.sleep(1000)\nkept = Slow()\n"
           "def train():\n    slow = Slow()\n    " + LOOP.replace("\n", "\n    ") + "\ntrain()\n")  # fmt: skip
-    run = plan("--seconds", "90", timeout=95)
+    run = plan("--seconds", "600", timeout=900)
     assert (run.returncode, run.stderr) == (0, "")
 
 

@@ -35,7 +35,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def client(address: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=address, headers=WITH_TOKEN) as client:
+    with httpx.Client(base_url=address, headers=WITH_TOKEN, timeout=300) as client:
         yield client
 
 
@@ -48,22 +48,22 @@ def host_of(address: str) -> str:
 
 @pytest.mark.parametrize("path", ["/", "/assets/shell.js", "/api/planner", "/api/models", "/nowhere"])
 def test_without_the_token_nothing_is_told(address: str, path: str) -> None:
-    assert httpx.get(f"{address.rstrip('/')}{path}").status_code == 401
+    assert httpx.get(f"{address.rstrip('/')}{path}", timeout=300).status_code == 401
 
 
 @pytest.mark.parametrize("token", ["", "x", "tt", "t\u00e9"])
 def test_a_wrong_token_opens_nothing(address: str, token: str) -> None:
-    answer = httpx.get(address, params={"token": token})
+    answer = httpx.get(address, params={"token": token}, timeout=300)
     assert answer.status_code == 401
     assert "set-cookie" not in answer.headers
 
 
 def test_the_token_of_the_address_becomes_a_cookie_that_no_script_reads_and_the_address_is_clean(address: str) -> None:
-    answer = httpx.get(address, params={"token": "t"})
+    answer = httpx.get(address, params={"token": "t"}, timeout=300)
     assert (answer.status_code, answer.headers["location"]) == (303, "/")
     cookie = answer.headers["set-cookie"].lower()
     assert "httponly" in cookie and "samesite=strict" in cookie
-    with httpx.Client(base_url=address, cookies=answer.cookies) as client:
+    with httpx.Client(base_url=address, cookies=answer.cookies, timeout=300) as client:
         assert client.get("/").status_code == 200
 
 
@@ -241,7 +241,7 @@ def test_names_on_disk_that_are_no_text_hide_nothing_else(tmp_path: Path) -> Non
         for name, text in ((b"memory_log.csv", b""), (b"config.json", b"{}")):
             with open(place + b"/" + name, "wb") as stream:
                 stream.write(text)
-    with served(tmp_path) as address, httpx.Client(base_url=address, headers=WITH_TOKEN) as client:
+    with served(tmp_path) as address, httpx.Client(base_url=address, headers=WITH_TOKEN, timeout=300) as client:
         runs, models = client.get("/api/runs"), client.get("/api/models")
     assert (runs.status_code, models.status_code) == (200, 200)
     assert runs.json()["more"] is True

@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,16 @@ def test_the_address_has_a_token_that_nobody_guesses() -> None:
     assert address(ServeSettings(host="::1", token="t")) == "http://[::1]:8642/?token=t"
 
 
+@contextmanager
+def heeded(number: signal.Signals) -> Iterator[None]:
+    """By what is started here, too: under `nohup` all of it ignores SIGHUP."""
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=["ctrl-c", "a closed terminal"])
 def test_a_signal_ends_it_and_its_processes_and_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     served, temporary = tmp_path / "served", tmp_path / "temporary"
@@ -70,15 +82,18 @@ def test_a_signal_ends_it_and_its_processes_and_leaves_nothing(tmp_path: Path, n
     temporary.mkdir()
     environment = {**os.environ, "TMPDIR": str(temporary), "SSH_CONNECTION": "10.0.0.2 50000 10.0.0.1 22"}
     command = [sys.executable, "-m", "memfit", "serve", "--port", "0", "--dir", str(served)]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
-    ) as running:
+    with (
+        heeded(number),
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+        ) as running,
+    ):
         try:
             assert running.stdout is not None
             told = re.fullmatch(r"memfit is at (http://127\.0\.0\.1:(\d+)/\?token=(\S+))\n", running.stdout.readline())
             assert told is not None
             assert running.stdout.readline() == (f"from your own machine: {forwarding(int(told[2]), environment)}\n")
-            assert httpx.get(told[1], follow_redirects=True).status_code == 200
+            assert httpx.get(told[1], follow_redirects=True, timeout=300).status_code == 200
             children = children_of(running.pid)
             assert children
             for child in children:  # so it is at its work for as long as this takes
@@ -90,7 +105,8 @@ def test_a_signal_ends_it_and_its_processes_and_leaves_nothing(tmp_path: Path, n
             head += f"Content-Type: application/json\r\nContent-Length: {len(question)}\r\n\r\n"
             with socket.create_connection(("127.0.0.1", int(told[2])), timeout=300) as asked:
                 asked.sendall(head.encode() + question)
-                assert httpx.get(told[1], follow_redirects=True).status_code == 200  # so the one before has arrived
+                # So the one before has arrived.
+                assert httpx.get(told[1], follow_redirects=True, timeout=300).status_code == 200
                 running.send_signal(number)
                 assert asked.makefile("rb").readline().split()[1] == b"503"
             out, err = running.communicate(timeout=300)
@@ -158,7 +174,7 @@ def test_a_body_that_is_no_http_is_answered_without_a_traceback(tmp_path: Path, 
             assert told is not None
             asks = "POST /api/plan HTTP/1.1\r\nHost: 127.0.0.1\r\n{}Transfer-Encoding: chunked\r\n\r\n"
             for more in ("", f"Authorization: Bearer {told[2]}\r\nContent-Type: application/json\r\n"):
-                with socket.create_connection(("127.0.0.1", int(told[1])), timeout=60) as asking:
+                with socket.create_connection(("127.0.0.1", int(told[1])), timeout=300) as asking:
                     asking.sendall(asks.format(more).encode() + (b"" if pause else b"ZZ\r\n"))
                     if pause:
                         time.sleep(pause)
@@ -166,5 +182,5 @@ def test_a_body_that_is_no_http_is_answered_without_a_traceback(tmp_path: Path, 
                     assert asking.recv(4096).startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 401 "))
         finally:
             running.send_signal(signal.SIGINT)
-        _, errors = running.communicate(timeout=60)
+        _, errors = running.communicate(timeout=300)
     assert "Traceback" not in errors and "Exception" not in errors and "rror:" not in errors, errors
