@@ -44,7 +44,7 @@ DEAR = (
     "test_repetition", "test_families", "test_parallel_plans", "test_readme", "test_lost_work", "test_memory_table",
     "test_durations", "test_profile", "test_train_command", "test_check_failures", "test_explain_as_pasted",
     "test_stopping", "test_serve_command", "test_trace_script", "test_viewer_page", "test_torch_compile",
-    "test_workers",
+    "test_workers", "test_killed_and_resumed", "test_two_processes", "test_security",
 )  # fmt: skip
 """Files that take longest, or that wait, are begun first: no process is left alone with one of them in the end."""
 

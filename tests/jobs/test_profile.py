@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import pickle
 import re
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 
 from memfit.cli.main import main
 from memfit.jobs.profile import ProfileSettings, course_size
+from memfit.models import basics
 from memfit.models.presets import SIZES
 from memfit.planning.predict import predict
 
@@ -22,6 +25,14 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
     code = main(["profile", *argv])
     out, err = capsys.readouterr()
     return code, out, err
+
+
+@pytest.fixture
+def of_two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The size called small: every block of it is traced, for each file."""
+    size = replace(SIZES["small"], num_layers=2)
+    monkeypatch.setitem(SIZES, "small", size)
+    monkeypatch.setattr(basics, "small", partial(basics.BasicsTransformer, size))
 
 
 def test_a_predicted_training_step_is_a_snapshot_of_plain_types(
@@ -38,6 +49,7 @@ def test_a_predicted_training_step_is_a_snapshot_of_plain_types(
     assert 4 * weights < document["peak"]["allocated_bytes"] < 8 * weights
 
 
+@pytest.mark.usefixtures("of_two_blocks")
 def test_the_guides_three_commands_run_in_order_and_each_leaves_its_own_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +167,7 @@ def test_the_courses_parameter_counts() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.usefixtures("of_two_blocks")
 def test_the_suite_makes_every_file_of_the_guide_and_answers_each_part(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,6 +189,7 @@ def test_the_suite_makes_every_file_of_the_guide_and_answers_each_part(
     assert re.search(r"attention scores .*: made by .*memfit/models/basics.py:\d+ softmax \d+ times", out)
 
 
+@pytest.mark.usefixtures("of_two_blocks")
 def test_parts_may_be_run_one_by_one_into_the_same_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ("--model-size", "small", "--batch-size", "1", "--warmup-steps", "1")
     asked = ("suite", *small, "--output-dir", str(tmp_path))
