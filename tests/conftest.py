@@ -31,6 +31,9 @@ os.environ["MEMFIT_CUDNN"] = "off"  # rules are the same everywhere; tests that 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+if transformers := sys.modules.get("transformers"):  # of the process that was forked: as silent as on the command line
+    transformers.logging.set_verbosity_warning()
+
 if FOLDER not in os.environ:  # in the first of the test processes, whose environment the others inherit
     os.environ[FOLDER] = tempfile.mkdtemp(prefix="memfit-tests-")
     atexit.register(shutil.rmtree, os.environ[FOLDER], ignore_errors=True)

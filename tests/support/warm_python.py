@@ -26,6 +26,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
@@ -186,6 +187,8 @@ def selectable(descriptor: int) -> bool:
 
 def import_all() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # as the command line does before it imports them
+    warnings.simplefilter("error")  # as where pytest imports them
+    strict = warnings.filters[0]
 
     import memfit
 
@@ -193,6 +196,7 @@ def import_all() -> None:
     for name in (*HEAVY, *rooms):
         if not name.endswith(("__main__", "triton_kernels")):
             import_module(name)
+    warnings.filters.remove(strict)
 
 
 def freeze_all() -> None:
