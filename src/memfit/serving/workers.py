@@ -125,11 +125,10 @@ class WorkerQueue:
         self._task = asyncio.create_task(self._work())
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
-            self._task = None
+        task, self._task = self._task, None
+        while task is not None and not task.done():  # before Python 3.12 `wait_for` may swallow a cancel
+            task.cancel()
+            await asyncio.wait([task], timeout=1)
         for question in [*self.open.values()]:
             self._close(question, ENDING)
         self.waiting.clear()
