@@ -593,9 +593,7 @@ CHECKING = [
     ),
 ]
 
-_ACTIVATIONS = _in("jobs/training/offload/activations.py", "jobs/training/test_offload_storages.py")
-_WEIGHTS = _in("jobs/training/offload/weights.py", "jobs/training/test_offload_storages.py")
-_ADAMW = _in("jobs/training/offload/optimizer.py", "jobs/training/test_offload_storages.py")
+_OFFLOAD = _in("jobs/training/offload.py", "jobs/training/test_offload_storages.py")
 _CHUNKED = _in(
     "jobs/training/chunked_loss.py", "jobs/training/test_offload_storages.py", "jobs/training/test_chunked_loss.py"
 )
@@ -605,44 +603,42 @@ _KEYS, _KEYS_READ = _in("jobs/training/config.py", _QUANT), _in("jobs/training/c
 _NEEDS, _BITS = _in("jobs/training/levers.py", _QUANT), _in("jobs/training/checkpoints.py", _QUANT)
 
 TRAINING = [
-    _ACTIVATIONS(
+    _OFFLOAD(
         "a storage changed in place is taken as kept",
         "found is not None and found.version == version else",
         "found is not None else",
     ),
-    _ACTIVATIONS(
+    _OFFLOAD(
         "a storage of another tensor is taken as kept",
         "of is None or of() is None or kept is None",
         "of is None or kept is None",
         harmless="what is known of a storage goes with it",
     ),
-    _ACTIVATIONS(
+    _OFFLOAD(
         "the neighbour is not fetched ahead",
         "        if before is not None:\n            self._come(before)\n",
         "",
     ),
-    _ACTIVATIONS("what nobody needs is fetched", "while before is not None and before.uses <= 0:", "while False:"),
-    _ACTIVATIONS(
+    _OFFLOAD("what nobody needs is fetched", "while before is not None and before.uses <= 0:", "while False:"),
+    _OFFLOAD(
         "a storage is let go before its copy is done",
         'does next."""\n        self.wait_for(kept)\n',
         'does next."""\n',
     ),
-    _ACTIVATIONS(
-        "what was fetched stays on the device", "        if kept.uses <= 0:\n            self._drop(kept)\n", ""
-    ),
-    _ACTIVATIONS("a view has another offset", "self.offset = tensor.storage_offset()", "self.offset = 0"),
-    _WEIGHTS("the wrong neighbour's weights are fetched", "-1 if runs_again else 1", "1 if runs_again else -1"),
-    _WEIGHTS(
+    _OFFLOAD("what was fetched stays on the device", "        if kept.uses <= 0:\n            self._drop(kept)\n", ""),
+    _OFFLOAD("a view has another offset", "self.offset = tensor.storage_offset()", "self.offset = 0"),
+    _OFFLOAD("the wrong neighbour's weights are fetched", "-1 if runs_again else 1", "1 if runs_again else -1"),
+    _OFFLOAD(
         "the backward pass fetches forwards",
         "        self._backward_of = index\n        self._bring(index, -1)\n",
         "        self._backward_of = index\n        self._bring(index, 1)\n",
     ),
-    _WEIGHTS("a block does not wait for its weights", "        self._lane.wait(self._arrived[index % PLACES])\n", ""),
-    _WEIGHTS("three blocks have room on the device", "PLACES = 2", "PLACES = 3"),
-    _ADAMW(
+    _OFFLOAD("a block does not wait for its weights", "        self._lane.wait(self._arrived[index % PLACES])\n", ""),
+    _OFFLOAD("three blocks have room on the device", "PLACES = 2", "PLACES = 3"),
+    _OFFLOAD(
         "a weight that somebody wrote is not taken", "if self._seen != _state_of(parameter):", "if self._seen is None:"
     ),
-    _ADAMW(
+    _OFFLOAD(
         "a schedule does not reach the host",
         "        self._give_settings()\n        arrived = None\n",
         "        arrived = None\n",

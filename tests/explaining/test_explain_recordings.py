@@ -21,7 +21,7 @@ from memfit.fitting.forecast import global_batch_of
 from memfit.fitting.levers import apply, levers_for
 from memfit.jobs.settings import flag
 from memfit.jobs.training.config_file import dump, load_config
-from memfit.jobs.training.recovery import HalvedStep, cause_of
+from memfit.jobs.training.engine import HalvedStep, cause_of
 from memfit.jobs.training.result import RunLog, TrainEvent
 from memfit.jobs.workload import Workload
 from memfit.planning.card_here import unusual_flags

@@ -9,7 +9,7 @@ from miniatures import Miniatures, all_blocks
 
 from memfit.events import Trace
 from memfit.extrapolation.blocks import NotRepeating
-from memfit.jobs.training.offload import activations
+from memfit.jobs.training import offload
 from memfit.jobs.workload import Workload
 from memfit.planning import few
 from memfit.planning import interpolation as families
@@ -29,7 +29,7 @@ JOBS: dict[str, dict[str, Any]] = {
 def test_host_facts_of_few_blocks_are_those_of_all(
     job: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(activations, "LEAST", 1)
+    monkeypatch.setattr(offload, "LEAST", 1)
     work = Miniatures(tmp_path_factory.mktemp("host")).work("llama", 8, **JOBS[job])
     blocks, _ = blocks_of(work.source, work.attention)
     assert blocks is not None and blocks.worthwhile and blocks.traced < 8

@@ -10,7 +10,7 @@ from support.quick import quick
 
 from memfit.events import Action, Trace
 from memfit.jobs.build import prepare_without_memory
-from memfit.jobs.training.offload import activations
+from memfit.jobs.training import offload
 from memfit.jobs.workload import Workload
 from memfit.planning.on_trace import trace_job
 from memfit.planning.predict import Plan, predict
@@ -32,7 +32,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Miniatures:
 
 @pytest.fixture(autouse=True)
 def _nothing_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations, "LEAST", 1)
+    monkeypatch.setattr(offload, "LEAST", 1)
 
 
 def plan(small: Miniatures, kind: str = "lora", **settings: Any) -> Plan:

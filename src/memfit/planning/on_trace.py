@@ -22,7 +22,7 @@ from memfit.gpus import find_gpu
 from memfit.jobs.build import Prepared
 from memfit.jobs.host import HostMemory
 from memfit.jobs.run import run_job
-from memfit.jobs.training.offload.host import host_memory_by
+from memfit.jobs.training.offload import host_memory_by
 from memfit.jobs.workload import Workload
 from memfit.planning.failures import failures_of_the_job
 from memfit.planning.traced import HOST, UNMODELLED, record_trace

@@ -16,8 +16,8 @@ from tiny_run import LLAMA, run, same, tiny_job
 from memfit.errors import UsageError
 from memfit.jobs.build import Prepared, prepare
 from memfit.jobs.run import run_job
-from memfit.jobs.training.offload import activations, optimizer, weights
-from memfit.jobs.training.offload.weights import PLACES, FrozenWeightsOnHost
+from memfit.jobs.training import offload
+from memfit.jobs.training.offload import PLACES, FrozenWeightsOnHost
 from memfit.jobs.workload import Workload
 
 BLOCKS = 5
@@ -28,7 +28,7 @@ ALL = ["optimizer", "activations", "weights"]
 
 @pytest.fixture(autouse=True)
 def _whatever_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations, "LEAST", 1)
+    monkeypatch.setattr(offload, "LEAST", 1)
     monkeypatch.setitem(LLAMA, "num_hidden_layers", BLOCKS)
 
 
@@ -76,8 +76,8 @@ def test_lora_learns_the_same_whatever_lies_on_the_host(tmp_path: Path, loop: st
     settings |= {} if checkpointing == "none" else {checkpointing: True}
     whole = trained(tmp_path, **settings)
     assert any(each.abs().sum() for name, each in whole.items() if "lora_B" in name)
-    for offload in (("activations",), ("weights",), ("optimizer",), tuple(ALL)):
-        assert equal(trained(tmp_path, offload=offload, **settings), whole), offload
+    for levers in (("activations",), ("weights",), ("optimizer",), tuple(ALL)):
+        assert equal(trained(tmp_path, offload=levers, **settings), whole), levers
 
 
 @pytest.mark.parametrize("attention", quick(["sdpa"], ["eager", "sdpa"]))
@@ -88,25 +88,24 @@ def test_copies_that_come_as_late_as_they_may_change_nothing(
     settings = {"grad_accum": 2, "attention": attention} | ({} if checkpointing == "none" else {checkpointing: True})
     whole = trained(tmp_path, **settings)
     late = []
-    for module in (activations, weights, optimizer):
-        monkeypatch.setattr(module, "Lane", lambda device: late.append(LateLane(device)) or late[-1])
+    monkeypatch.setattr(offload, "Lane", lambda device: late.append(LateLane(device)) or late[-1])
     alone = [("activations",), ("weights",), ("optimizer",)] if checkpointing == "none" else []
-    for offload in (*alone, tuple(ALL)):
+    for levers in (*alone, tuple(ALL)):
         late.clear()
-        assert equal(trained(tmp_path, offload=offload, **settings), whole), offload
-        assert len(late) >= len(offload)
+        assert equal(trained(tmp_path, offload=levers, **settings), whole), levers
+        assert len(late) >= len(levers)
 
 
 def test_what_is_saved_for_backward_comes_back_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     came: list[int] = []
-    come = activations._Carrier._come
+    come = offload._Carrier._come
 
-    def counted(carrier: activations._Carrier, kept: activations._HostCopy) -> torch.Tensor:
+    def counted(carrier: offload._Carrier, kept: offload._HostCopy) -> torch.Tensor:
         if kept.here is None:
             came.append(kept.uses)
         return come(carrier, kept)
 
-    monkeypatch.setattr(activations._Carrier, "_come", counted)
+    monkeypatch.setattr(offload._Carrier, "_come", counted)
     trained(tmp_path, offload=("activations",))
 
     assert came
@@ -180,7 +179,7 @@ def test_frozen_weights_of_all_blocks_lie_in_the_room_of_two(tmp_path: Path) -> 
 
 
 def test_saved_tensors_are_on_the_device_one_at_a_time(tmp_path: Path) -> None:
-    on_host = activations.ActivationsOnHost()
+    on_host = offload.ActivationsOnHost()
     x = torch.randn(64, 64, requires_grad=True)
     values = [x]
     with torch.autograd.graph.saved_tensors_hooks(on_host.pack, on_host.unpack):
@@ -198,7 +197,7 @@ def test_saved_tensors_are_on_the_device_one_at_a_time(tmp_path: Path) -> None:
 
 
 def test_views_of_one_storage_are_copied_once() -> None:
-    on_host = activations.ActivationsOnHost()
+    on_host = offload.ActivationsOnHost()
     x = torch.randn(3, 64, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(on_host.pack, on_host.unpack):
         a, b, c = (x * 1).unbind(0)
@@ -210,7 +209,7 @@ def test_views_of_one_storage_are_copied_once() -> None:
 
 
 def test_host_memory_is_used_again_by_the_next_step() -> None:
-    on_host = activations.ActivationsOnHost()
+    on_host = offload.ActivationsOnHost()
     w = torch.randn(64, requires_grad=True)
     for _ in range(3):
         with torch.autograd.graph.saved_tensors_hooks(on_host.pack, on_host.unpack):

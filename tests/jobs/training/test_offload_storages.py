@@ -14,21 +14,19 @@ from tiny_run import LLAMA
 from torch.autograd.graph import saved_tensors_hooks
 
 from memfit.jobs.run import run_job
+from memfit.jobs.training import offload
 from memfit.jobs.training.chunked_loss import chunked_cross_entropy
-from memfit.jobs.training.offload import activations
-from memfit.jobs.training.offload import weights as weights_on_host
-from memfit.jobs.training.offload.optimizer import AdamWOnHost
-from memfit.jobs.training.offload.weights import FrozenWeightsOnHost
+from memfit.jobs.training.offload import AdamWOnHost, FrozenWeightsOnHost
 
 
 @pytest.fixture(autouse=True)
 def _whatever_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations, "LEAST", 1)
+    monkeypatch.setattr(offload, "LEAST", 1)
     monkeypatch.setitem(LLAMA, "num_hidden_layers", BLOCKS)
 
 
 def test_a_storage_that_is_changed_in_place_and_saved_again_is_saved_as_it_is_then() -> None:
-    on_host = activations.ActivationsOnHost()
+    on_host = offload.ActivationsOnHost()
     x = torch.randn(32)
     before, (first, second) = x.clone(), (torch.ones(32, requires_grad=True) for _ in range(2))
     with saved_tensors_hooks(on_host.pack, on_host.unpack):
@@ -41,7 +39,7 @@ def test_a_storage_that_is_changed_in_place_and_saved_again_is_saved_as_it_is_th
 
 
 def test_a_part_of_a_storage_comes_back_from_where_it_lay() -> None:
-    on_host = activations.ActivationsOnHost()
+    on_host = offload.ActivationsOnHost()
     x, w = torch.arange(12.0).view(3, 4), torch.ones(4, requires_grad=True)
     with saved_tensors_hooks(on_host.pack, on_host.unpack):
         loss = (x[2] * w).sum()
@@ -49,16 +47,16 @@ def test_a_part_of_a_storage_comes_back_from_where_it_lay() -> None:
     assert torch.equal(w.grad, torch.tensor([8.0, 9.0, 10.0, 11.0]))  # type: ignore[arg-type]
 
 
-def noted(carrier: type[activations._Carrier], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def noted(carrier: type[offload._Carrier], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is asked for, and what begins to come on the way; storages are known by their length."""
     seen: list[str] = []
     fetch, come = carrier.fetch, carrier._come
 
-    def fetched(self: activations._Carrier, kept: activations._HostCopy) -> torch.Tensor:
+    def fetched(self: offload._Carrier, kept: offload._HostCopy) -> torch.Tensor:
         seen.append(f"asked {len(kept.piece) // 4}")
         return fetch(self, kept)
 
-    def comes(self: activations._Carrier, kept: activations._HostCopy) -> torch.Tensor:
+    def comes(self: offload._Carrier, kept: offload._HostCopy) -> torch.Tensor:
         if kept.here is None:
             seen.append(f"comes {len(kept.piece) // 4}")
         return come(self, kept)
@@ -69,8 +67,8 @@ def noted(carrier: type[activations._Carrier], monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_whoever_asks_for_a_storage_makes_the_one_before_it_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = noted(activations._Carrier, monkeypatch)
-    on_host = activations.ActivationsOnHost()
+    seen = noted(offload._Carrier, monkeypatch)
+    on_host = offload.ActivationsOnHost()
     weights = [torch.ones(size, requires_grad=True) for size in (1, 2, 3, 4)]
     with saved_tensors_hooks(on_host.pack, on_host.unpack):
         sums = [(torch.randn(len(w)) * w).sum() for w in weights]
@@ -80,7 +78,7 @@ def test_whoever_asks_for_a_storage_makes_the_one_before_it_come(monkeypatch: py
 
 
 def test_what_was_asked_for_the_last_time_is_on_the_device_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_host = activations.ActivationsOnHost()
+    on_host = offload.ActivationsOnHost()
     w = torch.ones(8, requires_grad=True)
     with saved_tensors_hooks(on_host.pack, on_host.unpack):
         loss = (torch.randn(8) * w).sum()
@@ -161,8 +159,8 @@ def test_gradients_are_the_same_however_late_a_storage_leaves_and_comes(
     monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
     if late:
-        monkeypatch.setattr(activations, "Lane", LateLane)
-    on_host = activations.ActivationsOnHost()
+        monkeypatch.setattr(offload, "Lane", LateLane)
+    on_host = offload.ActivationsOnHost()
     weights = [torch.full((size,), 0.5, requires_grad=True) for size in (5, 6, 7)]
     inputs = [torch.arange(float(len(w))) + 1 for w in weights]
     with saved_tensors_hooks(on_host.pack, on_host.unpack):
@@ -172,8 +170,8 @@ def test_gradients_are_the_same_however_late_a_storage_leaves_and_comes(
 
 
 def test_what_nobody_will_ask_for_again_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = noted(activations._Carrier, monkeypatch)
-    on_host = activations.ActivationsOnHost()
+    seen = noted(offload._Carrier, monkeypatch)
+    on_host = offload.ActivationsOnHost()
     weights = [torch.ones(size, requires_grad=True) for size in (1, 2, 3)]
     with saved_tensors_hooks(on_host.pack, on_host.unpack):
         sums = [(torch.randn(len(w)) * w).sum() for w in weights]
@@ -191,5 +189,5 @@ def test_a_block_waits_for_its_weights_however_late_they_come(tmp_path: Path, mo
         return [each.detach().clone() for each in job.model.parameters() if each.requires_grad]
 
     whole = gradients()
-    monkeypatch.setattr(weights_on_host, "Lane", LateLane)
+    monkeypatch.setattr(offload, "Lane", LateLane)
     assert all(map(torch.equal, gradients(offload=("weights",)), whole))

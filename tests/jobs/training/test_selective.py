@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.errors import UsageError
 from memfit.jobs.build import prepare
-from memfit.jobs.training.offload.switch import is_kept
+from memfit.jobs.training.offload import is_kept
 from memfit.jobs.workload import Workload
 
 aten = torch.ops.aten

@@ -16,6 +16,7 @@ DOOR = {
     "job": "EarlierRun TrainJob check_output find_beginning note_on_weights notes_on_data prepare_job",
     "levers": "NEEDS_BITSANDBYTES check_levers check_offload missing_gpu missing_packages",
     "loops": "run_memfit run_trainer trainer_settings training_config training_job",
+    "offload": "host_memory_by use_block_levers",
     "optimizers": "optimizer_of",
     "parallel": "is_made_without_memory one_process_of to_device without_reduction",
     "result": "PHASES RunLog TrainEvent TrainResult in_a_line",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,9 +26,11 @@ from memfit.jobs.training.data import made_up_rows
 from memfit.jobs.training.job import TrainJob
 from memfit.jobs.training.levers import has_tensorboard
 from memfit.jobs.training.optimizers import ADAMW, adamw, trainer_name
-from memfit.jobs.training.recovery import HalvedStep
 from memfit.jobs.workload import Workload
 from memfit.models.presets import GSA_TYPE
+
+if TYPE_CHECKING:
+    from memfit.jobs.training.engine import HalvedStep
 
 
 class RandomTokens(Dataset[dict[str, torch.Tensor]]):
@@ -200,7 +202,7 @@ def _autocast(work: Workload) -> dict[str, bool]:
 
 def trainer_arguments(job: TrainJob, *, gpu: bool | None = None) -> Any:
     """Of `memfit train`. One batch of the Trainer is all that a process has of a step: how it is cut up is up to
-    `recovery`."""
+    `engine.Recovery`."""
     config, schedule = job.config, job.config.schedule
     gpu = on_gpu(job) if gpu is None else gpu
     scheduler: dict[str, Any] = {"lr_scheduler_type": schedule.lr_scheduler}

@@ -117,7 +117,7 @@ def _has_small_states(optimizer: torch.optim.Optimizer) -> bool:
 def adamw(on_host: bool) -> type[torch.optim.Optimizer]:
     if not on_host:
         return torch.optim.AdamW
-    from memfit.jobs.training.offload.optimizer import AdamWOnHost
+    from memfit.jobs.training.offload import AdamWOnHost
 
     return AdamWOnHost
 

@@ -4,7 +4,7 @@ The most that was allocated and reserved in each phase of the first steps is wha
 counter, so it is read and set back whenever a phase begins or ends; after the first steps a training repeats itself.
 
 Where memory ran out, what makes that place smaller is told. In the middle of a step a smaller micro-batch helps, and
-`recovery` tries it. Elsewhere it would not: weights, gradients and the optimizer's state are as large for one row as
+the engine tries it. Elsewhere it would not: weights, gradients and the optimizer's state are as large for one row as
 for a hundred.
 """
 

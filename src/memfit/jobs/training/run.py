@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,12 +37,14 @@ from memfit.jobs.training.checkpoints import check_whole, disk_errors_told, remo
 from memfit.jobs.training.job import TrainJob
 from memfit.jobs.training.loops import on_gpu, trainer_arguments
 from memfit.jobs.training.parallel import ProcessGroup
-from memfit.jobs.training.recovery import HalvedStep
 from memfit.jobs.training.result import STEPS, Expected, PhasePeaks, Place, TrainEvent, TrainResult, beside, ran_out
 from memfit.recording.growth import GrowthWatch
 from memfit.recording.machine import publish, published
 from memfit.recording.memory_log import MemoryLog
 from memfit.recording.sampler import GpuReading, GpuSource, find_gpu
+
+if TYPE_CHECKING:
+    from memfit.jobs.training.engine import HalvedStep
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
