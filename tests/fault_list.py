@@ -915,7 +915,7 @@ _STAGES = _in("tracing/compiled/stages.py", "tracing/test_torch_compile.py")
 _REFUSED = _in("tracing/tracer.py", "tracing/test_torch_compile.py")
 _QUANTISED = _in("jobs/quantised.py", "jobs/test_quantised.py", "planning/test_quantised_plans.py")
 _LOADING = _in("jobs/loading.py", "jobs/test_quantised.py", "planning/test_quantised_plans.py")
-_STATES = _in("jobs/small_states.py", "jobs/test_quantised.py")
+_STATES = _in("jobs/training/optimizers.py", "jobs/test_quantised.py")
 
 NEWER = [
     _PADDED("a mixture takes no copies", " + _copies(unpadded)[0]", ""),

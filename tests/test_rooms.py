@@ -125,7 +125,7 @@ def test_a_file_imports_only_the_packages_that_its_room_may() -> None:
 
 def test_what_is_slow_to_import_is_imported_where_it_is_used() -> None:
     # Models and settings of transformers' own kind, and its Trainer's subclass: imported only where one is built.
-    built = {PACKAGE / name for name in ("models/gsa.py", "models/basics_settings.py", "jobs/training/engine.py")}
+    built = {PACKAGE / name for name in ("models/gsa.py", "models/basics.py", "jobs/training/engine.py")}
 
     def slow(path: Path) -> set[str]:
         return {module.split(".")[0] for module, _ in imports(path, at_once=True)} & LATE

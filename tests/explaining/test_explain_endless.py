@@ -12,8 +12,8 @@ import pytest
 from memfit.errors import InputError
 from memfit.explaining import input as explaining_input
 from memfit.explaining.input import read_input
-from memfit.jobs.adapter_names import adapter_config_of
 from memfit.jobs.training.config_file import load_config
+from memfit.jobs.workload import adapter_config_of
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
 SOON = 300.0

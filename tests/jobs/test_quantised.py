@@ -16,7 +16,7 @@ from memfit.errors import UsageError
 from memfit.jobs.build import prepare_without_memory
 from memfit.jobs.loading import loaded_bytes
 from memfit.jobs.quantised import EightBitLinear, FourBitLinear, _rounded
-from memfit.jobs.small_states import KINDS, SmallStates
+from memfit.jobs.training.optimizers import OF_BITSANDBYTES, SmallStates
 from memfit.jobs.workload import Workload
 from memfit.tracing.kernels.four_bit import reads_packed
 from memfit.tracing.tracer import trace
@@ -142,7 +142,7 @@ def test_a_model_of_a_factory_is_not_quantised() -> None:
 def test_states_on_the_device(name: str, numel: int, expected: int) -> None:
     weight = nn.Parameter(torch.zeros(numel))
     weight.grad = torch.zeros(numel)
-    optimizer = SmallStates([weight], lr=0.1, **KINDS[name])
+    optimizer = SmallStates([weight], lr=0.1, **OF_BITSANDBYTES[name])
     optimizer.step()
     kept = [each for each in optimizer.state[weight].values() if isinstance(each, torch.Tensor)]
     assert sum(each.numel() * each.element_size() for each in kept) == expected
@@ -152,7 +152,7 @@ def test_states_are_those_of_the_package() -> None:
     optim: Any = pytest.importorskip("bitsandbytes.optim")
     weight = nn.Parameter(torch.zeros(128, 64))
     weight.grad = torch.zeros(128, 64)
-    theirs, own = optim.AdamW8bit([weight], lr=0.1), SmallStates([weight], lr=0.1, **KINDS["adamw-8bit"])
+    theirs, own = optim.AdamW8bit([weight], lr=0.1), SmallStates([weight], lr=0.1, **OF_BITSANDBYTES["adamw-8bit"])
     theirs.init_state(theirs.param_groups[0], weight, 0, 0)
     own.step()
     shapes = [

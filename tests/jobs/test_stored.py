@@ -15,8 +15,8 @@ from memfit.errors import InputError, UsageError
 from memfit.jobs.build import Prepared, prepare_without_memory
 from memfit.jobs.loading import loaded_bytes
 from memfit.jobs.quantised import Float8Rows, FourBitLinear, Int4Tiles, Int8Rows
-from memfit.jobs.small_states import OF_TORCHAO, by_shapes
 from memfit.jobs.stored import StoredLinear, decompress
+from memfit.jobs.training.optimizers import OF_TORCHAO, by_shapes
 from memfit.jobs.workload import Workload
 
 TINY = {

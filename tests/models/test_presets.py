@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from memfit.models.own import OWN_TYPES
 from memfit.models.presets import Preset, encoders, find_preset, name_key, presets
-from memfit.models.registry import build_model, load_config, parameter_count, resolve, supports_sdpa
+from memfit.models.registry import OWN_TYPES, build_model, load_config, parameter_count, resolve, supports_sdpa
 
 # The models that memfit's accuracy is measured on, written out from the measuring scripts:
 # vocabulary, hidden, intermediate, layers, heads, key/value heads, head width, tied head.

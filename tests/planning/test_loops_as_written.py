@@ -12,7 +12,7 @@ from plans import plan, small_llama
 import memfit
 from memfit.errors import UsageError
 from memfit.fitting.levers import levers_for
-from memfit.jobs.adapter_names import ADAPTERS, NO_RANK, NO_TARGETS, peft_type
+from memfit.jobs.settings import ADAPTERS, NO_RANK, NO_TARGETS, peft_type
 from memfit.jobs.workload import Workload
 from memfit.models.images import picture, size_of
 

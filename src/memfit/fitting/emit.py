@@ -20,8 +20,7 @@ from memfit.environment import CUDA_VARIABLE
 from memfit.errors import MemfitError, UsageError
 from memfit.files import check_free, writing, written_whole
 from memfit.gpus import Gpu, find_gpu
-from memfit.jobs.adapter_names import NO_TARGETS
-from memfit.jobs.settings import flag
+from memfit.jobs.settings import NO_TARGETS, flag
 from memfit.jobs.training.config import keys_of
 from memfit.jobs.training.shapes import is_basics
 from memfit.jobs.workload import Workload

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from memfit.errors import MemfitError, UnknownName, UsageError
-from memfit.jobs.adapter_names import LORAS, NO_TARGETS, OWN_TARGETS, PROMPTS, peft_type
 from memfit.jobs.quantised import DTYPES
+from memfit.jobs.settings import LORAS, NO_TARGETS, OWN_TARGETS, PROMPTS, peft_type
 from memfit.jobs.workload import Workload
 from memfit.models.files import first_line
 

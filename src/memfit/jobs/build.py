@@ -341,7 +341,7 @@ def build_base_model(model: ModelConfig, folder: Path | str | None, dtype: torch
     fills in masked words. `loading` is for `from_pretrained`."""
     import transformers
 
-    from memfit.models.own import make_known
+    from memfit.models.registry import make_known
 
     make_known()  # a folder may hold one of memfit's own models
     if FACTORY.fullmatch(model.name):

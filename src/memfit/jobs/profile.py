@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from memfit.errors import RanOut, UnknownName, UsageError
-from memfit.jobs.checks import check_one_of, check_whole
+from memfit.jobs.settings import check_one_of, check_whole
 from memfit.jobs.workload import Workload
 
 if TYPE_CHECKING:

@@ -8,12 +8,10 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from memfit.errors import UnknownName, UsageError
-from memfit.jobs.adapter_names import Adapter
-from memfit.jobs.checks import check_by_type, check_names, check_one_of
 
 Kind = Literal["forward", "train", "lora", "generate", "prune"]
 Precision = Literal["fp32", "bf16", "fp16", "amp-bf16", "amp-fp16"]
@@ -41,6 +39,12 @@ Parallel = Literal["ddp", "fsdp2"]
 Cache = Literal["dynamic", "static"]
 Decoding = Literal["greedy", "sample", "beam"]
 AdapterDtype = Literal["fp32", "same"]
+Adapter = Literal[
+    "lora", "dora", "adalora", "adaption-prompt", "beft", "boft", "c3a", "cartridge", "deft", "delora", "fourierft",
+    "glora", "gralora", "hira", "hra", "ia3", "lily", "ln-tuning", "loha", "lokr", "miss", "oft", "osf", "p-tuning",
+    "peanut", "prefix", "prompt", "psoft", "pvera", "randlora", "road", "supertuning", "tinylora",
+    "trainable-tokens", "unilora", "vblora", "vera",
+]  # fmt: skip
 PruneMethod = Literal["magnitude", "wanda", "sparsegpt", "ria"]
 
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -53,6 +57,19 @@ AS_IN_QLORA: dict[str, Any] = {
     "optimizer": "paged-adamw",
 }  # fmt: skip
 """LoRA as the QLoRA paper (arXiv 2305.14314) does it; its optimizer is paged, with states of 32 bits."""
+ADAPTERS: tuple[str, ...] = get_args(Adapter)
+LORAS = ("lora", "dora")
+PROMPTS = ("cartridge", "p-tuning", "prefix", "prompt")
+"""Trained tokens before the text: no layer is changed."""
+NO_TARGETS = (*PROMPTS, "adaption-prompt")
+NO_RANK = (
+    *NO_TARGETS, "beft", "boft", "c3a", "fourierft", "ia3", "ln-tuning", "osf", "road", "trainable-tokens",
+)  # fmt: skip
+OWN_TARGETS = ("adaption-prompt", "ia3", "ln-tuning", "trainable-tokens")
+"""Which layers they are made for, peft knows of each family of models."""
+BEYOND_BLOCKS = ("adaption-prompt", "cartridge", "lily", "prefix", "tinylora")
+"""What they are made of is shared by blocks, or grows with their number: a few blocks do not tell of all."""
+USUAL_RANK = 16
 MAX_SEQ_LEN, MAX_TOKENS, MAX_WINDOW, MAX_GROUP = 1 << 24, 1 << 32, 1 << 20, 1 << 10
 UNSTRUCTURED = "unstructured"
 HALF = 0.5
@@ -219,10 +236,19 @@ READ_BY: dict[str, tuple[str, ...]] = {
 """Other settings are read by all kinds."""
 
 
+# -- what the value of a setting must be, said with the name by which the user called it: a flag or a config's key -----
+
+MOST = 1 << 31
+LARGEST = 1e300
+"""Beyond it a whole number is no fraction of this machine."""
+
+
 def check_setting(name: str, value: object, said: str) -> None:
     """A single one, `said` by a flag or by a config's key."""
     if name == "target_modules":
-        check_names(said, value, hint="such as [q_proj, v_proj]")
+        named = isinstance(value, tuple) and value and all(isinstance(each, str) and each for each in value)
+        if value is not None and not named:
+            raise UsageError(f"{said} {value!r} is not a list of module names", hint="such as [q_proj, v_proj]")
     elif name == "offload":
         if not isinstance(value, tuple):
             raise UsageError(f"{said} {value!r} is not a list", hint="such as [optimizer, activations]")
@@ -232,9 +258,75 @@ def check_setting(name: str, value: object, said: str) -> None:
         check_by_type(said, value, _types()[name], **LIMITS.get(name, {}))
 
 
+def check_by_type(key: str, value: object, hint: Any, **limits: Any) -> None:
+    """As the setting's own type has it; `limits` are those of a number."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if (value is None and NoneType in kinds) or (isinstance(value, bool) and bool in kinds):
+        return
+    kind = [each for each in kinds if each is not NoneType][-1]
+    if get_origin(kind) is Literal:
+        check_one_of(key, value, kind)
+    elif check := {bool: check_yes_or_no, str: check_text, int: check_whole, float: check_number}.get(kind):
+        check(key, value, **limits)
+
+
+def check_one_of(key: str, value: object, literal: Any) -> None:
+    allowed = get_args(literal)
+    if value not in allowed:
+        raise UsageError(f"{key} {value!r} is not one of {', '.join(allowed)}")
+
+
+def check_whole(key: str, value: object, *, least: int = 1, most: int = MOST) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise UsageError(f"{key} {shortened(value)} is not a whole number between {least} and {most:,}")
+
+
+def is_huge(value: object) -> bool:
+    return isinstance(value, int) and abs(value) > LARGEST
+
+
+def shortened(value: object) -> str:
+    """A number of hundreds of digits by the first of them."""
+    return f"{str(value)[:20]}..." if is_huge(value) else repr(value)
+
+
+def check_seed(key: str, value: object) -> None:
+    check_whole(key, value, least=0, most=(1 << 32) - 1)
+
+
+def check_number(
+    key: str, value: object, *, least: float | None = None, above: float | None = None, below: float | None = None
+) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST:
+        raise UsageError(f"{key} {shortened(value)} is not a number" + (" of this size" if is_huge(value) else ""))
+    limits = (
+        ("at least", least, least is None or value >= least),
+        ("above", above, above is None or value > above),
+        ("below", below, below is None or value < below),
+    )
+    if not all(holds for _, _, holds in limits):
+        wanted = " and ".join(f"{word} {limit:g}" for word, limit, _ in limits if limit is not None)
+        raise UsageError(f"{key} {value!r} is not {wanted}")
+
+
+def check_text(key: str, value: object, *, empty: bool = False) -> None:
+    if not (isinstance(value, str) and (empty or value.strip())):
+        raise UsageError(f"{key} {value!r} is not text")
+
+
+def check_yes_or_no(key: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise UsageError(
+            f"{key} is true or false, not {value!r}", hint="write true or false without quotes, or leave it out"
+        )
+
+
 @cache
 def _types() -> dict[str, Any]:
     return get_type_hints(Settings)
+
+
+# -- how it is spelled -------------------------------------------------------------------------------------------------
 
 
 def kinds_that_read(names: Collection[str]) -> list[str]:
@@ -366,3 +458,9 @@ class Sparsity:
 
 def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+def peft_type(adapter: str) -> str:
+    """As peft calls it: DoRA is a LoRA whose config says so."""
+    others = {"dora": "LORA", "prefix": "PREFIX_TUNING", "prompt": "PROMPT_TUNING"}
+    return others.get(adapter, adapter.replace("-", "_").upper())

@@ -6,8 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import UsageError
-from memfit.jobs.adapter_names import LORAS, NO_RANK, NO_TARGETS, PROMPTS
-from memfit.jobs.settings import READ_BY, Sparsity, flag
+from memfit.jobs.settings import LORAS, NO_RANK, NO_TARGETS, PROMPTS, READ_BY, Sparsity, flag
 
 if TYPE_CHECKING:
     from memfit.jobs.workload import Workload

@@ -9,22 +9,26 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from memfit.errors import InputError, UsageError
-from memfit.jobs.adapter_names import LORAS, USUAL_RANK, Adapter, adapter_config_of
-from memfit.jobs.checks import check_one_of, check_whole
+from memfit.files import text_in
 from memfit.jobs.settings import (
     AS_IN_QLORA,
     BY_BITSANDBYTES,
+    LORAS,
     MAX_TOKENS,
     MAX_WINDOW,
     QLORA,
     READ_BY,
     TRAININGS,
+    USUAL_RANK,
+    Adapter,
     Checkpointing,
     Offload,
     Settings,
@@ -32,8 +36,11 @@ from memfit.jobs.settings import (
     as_fields,
     as_json,
     check_known,
+    check_one_of,
     check_setting,
+    check_whole,
     flag,
+    peft_type,
     setting_types,
 )
 from memfit.jobs.together import (
@@ -370,3 +377,80 @@ def settings_of(kind: str) -> tuple[str, ...]:
             for value in get_args(setting_types()[name]):
                 read.update(dataclasses.replace(plain, **{name: value}).settings())
     return tuple(f.name for f in dataclasses.fields(Workload) if f.name in read and f.name != "kind")
+
+
+# -- `--adapter-config` as text, a file or an object -------------------------------------------------------------------
+
+OF_THE_FILE = ("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type")
+"""Keys of a saved adapter_config.json that say nothing of the job."""
+MAX_CONFIG_BYTES = 1 << 20
+_PAIRS = re.compile(r",(?![^\[]*\])(?=\s*\w+=)")
+"""The commas between pairs, not those inside a list."""
+
+
+def adapter_config_of(said: object, adapter: str) -> dict[str, Any]:
+    """As peft's config would be told it; what it may hold is for peft to say (`jobs/adapters.py`).
+
+    --adapter vera --adapter-config r=128,d_initial=0.1
+    --adapter boft --adapter-config adapter_config.json
+    """
+    made = dict(said) if isinstance(said, Mapping) else _config_of_text(said) if isinstance(said, str) else None
+    if made is None:
+        raise UsageError(f"--adapter-config {said!r} is neither KEY=VALUE,... nor a file", hint="such as r=8,alpha=16")
+    kind = made.pop("peft_type", None)
+    if kind is not None and str(kind).upper() != peft_type(adapter):
+        raise UsageError(f"--adapter {adapter}: --adapter-config is one of {kind} (peft_type)")
+    return {key: value for key, value in made.items() if key not in OF_THE_FILE}
+
+
+def _config_of_text(text: str) -> dict[str, Any] | None:
+    text = text.strip()
+    if text.startswith("{"):
+        return _json_object(text, "--adapter-config")
+    if "=" in text:
+        pairs = [pair.partition("=") for pair in _PAIRS.split(text)]
+        return {key.strip(): _value_of_text(value.strip()) for key, _, value in pairs}
+    return _config_in(Path(text)) if text else None
+
+
+def _config_in(path: Path) -> dict[str, Any]:
+    try:
+        text = text_in(path, MAX_CONFIG_BYTES, "an adapter's config")
+    except InputError as error:
+        raise InputError(f"--adapter-config: {error.message}", hint="such as r=8,alpha=16") from error
+    if path.suffix in (".yaml", ".yml"):
+        import yaml
+
+        try:
+            found = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise InputError(f"'{path}' is not a YAML file: {str(error).splitlines()[0]}") from error
+        return _settings_by_name(found, str(path))
+    return _json_object(text, str(path))
+
+
+def _json_object(text: str, where: str) -> dict[str, Any]:
+    try:
+        return _settings_by_name(json.loads(text), where)
+    except ValueError as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{where} is not JSON: {error}") from error
+
+
+def _settings_by_name(found: object, where: str) -> dict[str, Any]:
+    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+        raise InputError(f"{where} holds no settings by name")
+    return found
+
+
+def _value_of_text(text: str) -> Any:
+    """A number, a truth value or null as JSON has them; [a, b] a list of names; else text."""
+    known = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
+    if text in known:
+        return known[text]
+    try:
+        return json.loads(text)
+    except ValueError:
+        inside = text.startswith("[") and text.endswith("]")
+        return [_value_of_text(each.strip()) for each in text[1:-1].split(",") if each.strip()] if inside else text

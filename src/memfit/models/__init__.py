@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 DOOR = {
-    "basics_settings": "BasicsSettings",
+    "basics": "BasicsSettings",
     "checkpoint": "INDEX MissingWeights StoredTensor WEIGHTS WeightStore read_header",
     "config_check": "HEAD_NAMES Head MAX_FILE_BYTES MAX_LAYERS as_language_model read_config without_doubles",
     "files": (
@@ -13,14 +13,13 @@ DOOR = {
     "gguf": "gguf_file",
     "gsa": "GsaConfig GsaForCausalLM",
     "images": "picture",
-    "own": "block_list make_known",
     "presets": (
         "BASICS BasicsConfig GATHER GSA_SETTINGS GSA_SIZES GSA_TYPE LATER_SIZES Preset SIZES encoders find_preset "
         "is_gsa presets variants"
     ),
     "registry": (
-        "ModelSource build_from_config build_model head_named is_encoder language_model load_config names_code "
-        "parameter_count refuse_code resolve source_notes stored_type"
+        "ModelSource block_list build_from_config build_model head_named is_encoder language_model load_config "
+        "make_known names_code parameter_count refuse_code resolve source_notes stored_type"
     ),
     "stored_weights": "StoredWeights facts_of refuse_stored stored_weights",
 }

@@ -2,7 +2,7 @@
 
 `presets.json`, and `encoders.json` for all but decoders of text, holds, for each published model, the fields of its
 `config.json` that change shapes, dropout, masks or token ids, the exact parameter count (a test builds every one of
-them), and where the numbers come from. The models that memfit has as code (`own.py`) have their sizes here: GSA as the
+them), and where the numbers come from. The models that memfit has as code have their sizes here: GSA as the
 published code and its pre-training files have them, the CS336 course's as its hand-out of 2025 does. `variants.json`
 has the same models as they are published quantised: by hub id, with what of `quantization_config` decides their
 storage. No torch: a config file is checked before it is imported.

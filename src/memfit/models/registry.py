@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
-from functools import reduce
+from functools import cache, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -44,15 +44,18 @@ from memfit.models.config_check import (
     show,
 )
 from memfit.models.images import FAMILIES as PICTURE_FAMILIES
-from memfit.models.presets import find_preset, presets
+from memfit.models.presets import BASICS, GSA_TYPE, find_preset, presets
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
     from transformers import PretrainedConfig
 
+
 TIED_BY_CONFIG = ("longt5", "mt5", "t5", "umt5")
 """Whose config is made to say that weights are tied; those of a checkpoint that has both are not."""
+OWN_TYPES = (GSA_TYPE, BASICS)
+"""Their attention is their own: transformers has no other for them."""
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 Kind = Literal["preset", "config", "folder", "hub", "factory"]
 Attention = Literal["sdpa", "eager"]
@@ -253,7 +256,7 @@ def _config_class(data: dict[str, Any], where: str) -> Any:
         MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     )
 
-    from memfit.models.own import make_known
+    from memfit.models.registry import make_known
 
     make_known()
     model_type = model_type_of(data, where)
@@ -281,6 +284,21 @@ def _config_class(data: dict[str, Any], where: str) -> Any:
         why = f"{where}: a '{model_type}' model is no language model and classifies no pictures"
         raise InputError(f"{why}; memfit plans only those")
     return config_class
+
+
+@cache
+def make_known() -> None:
+    """The models that come with memfit as code, to transformers. GSA is one of its own kind in all respects; the
+    course's Transformer is a plain module, of which it keeps the settings."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from memfit.models.basics import BasicsSettings, BasicsTransformer
+    from memfit.models.gsa import GsaConfig, GsaForCausalLM
+
+    AutoConfig.register(GSA_TYPE, GsaConfig)
+    AutoModelForCausalLM.register(GsaConfig, GsaForCausalLM)
+    AutoConfig.register(BASICS, BasicsSettings)
+    AutoModelForCausalLM.register(BasicsSettings, BasicsTransformer)
 
 
 def _family(config_class: Any, data: dict[str, Any]) -> ConfigFamily:
@@ -363,8 +381,7 @@ def build_from_config(
     import transformers
     from transformers.initialization import no_init_weights
 
-    from memfit.models.basics import BasicsTransformer
-    from memfit.models.basics_settings import BasicsSettings
+    from memfit.models.basics import BasicsSettings, BasicsTransformer
 
     # transformers' own switch against filling new weights also skips tying them.
     with nullcontext() if init_weights else no_init_weights():
@@ -400,7 +417,7 @@ def language_model(config: PretrainedConfig) -> str:
 
 
 def _attention_is_its_own(config: PretrainedConfig) -> bool:
-    from memfit.models.own import OWN_TYPES
+    from memfit.models.registry import OWN_TYPES
 
     return config.model_type in OWN_TYPES
 
@@ -492,3 +509,12 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def parameter_count(model: nn.Module) -> int:
     """Parameters, each counted once: a tied output head is the embedding and adds nothing."""
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def block_list(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
+    """The longest list of modules that is in no other list, with its path."""
+    from torch import nn
+
+    lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    outer = [(n, m) for n, m in lists.items() if len(m) > 1 and not any(n.startswith(f"{o}.") for o in lists)]
+    return max(outer, key=lambda found: len(found[1])) if outer else None

@@ -26,15 +26,14 @@ from memfit.extrapolation.blocks import BEFORE, UNITS, NotRepeating
 from memfit.extrapolation.reused import COMPILED, SAID, let_the_last_go_first, sort_frees
 from memfit.extrapolation.steps import PAIR, GenerationExtension, last_step, traced_tokens
 from memfit.extrapolation.streams import NotSeparable, TracedStream, answered, filled, stream_of
-from memfit.jobs.adapter_names import BEYOND_BLOCKS
 from memfit.jobs.build import Prepared, prepare_without_memory
 from memfit.jobs.loading import loaded_bytes
-from memfit.jobs.small_states import managed_bytes
+from memfit.jobs.settings import BEYOND_BLOCKS
 from memfit.jobs.stored import as_stored
+from memfit.jobs.training.optimizers import managed_bytes
 from memfit.jobs.workload import Workload
 from memfit.models.config_check import HEAD_NAMES
-from memfit.models.own import block_list
-from memfit.models.registry import ModelSource, build_model, load_config, parameter_count
+from memfit.models.registry import ModelSource, block_list, build_model, load_config, parameter_count
 from memfit.planning.on_trace import STEPS, steps_of, trace_job
 from memfit.planning.padded import larger_of_two
 from memfit.planning.traced import (

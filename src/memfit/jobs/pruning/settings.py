@@ -11,8 +11,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from memfit.errors import UsageError
-from memfit.jobs.checks import check_one_of, check_seed
-from memfit.jobs.settings import Sparsity, plain_name
+from memfit.jobs.settings import Sparsity, check_one_of, check_seed, plain_name
 from memfit.jobs.workload import Workload
 
 Allocation = Literal["uniform", "owl"]

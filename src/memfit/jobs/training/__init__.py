@@ -17,7 +17,7 @@ DOOR = {
     "levers": "NEEDS_BITSANDBYTES check_levers check_offload missing_gpu missing_packages",
     "loops": "run_memfit run_trainer trainer_settings training_config training_job",
     "offload": "host_memory_by use_block_levers",
-    "optimizers": "optimizer_of",
+    "optimizers": "managed_bytes optimizer_of",
     "parallel": "is_made_without_memory one_process_of to_device without_reduction",
     "result": "PHASES RunLog TrainEvent TrainResult in_a_line",
     "run": "train",

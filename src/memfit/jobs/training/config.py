@@ -15,8 +15,15 @@ from functools import cache, cached_property
 from typing import Any, Literal, TypeVar, get_type_hints
 
 from memfit.errors import UnknownName, UsageError
-from memfit.jobs.checks import check_by_type, check_one_of, check_seed
-from memfit.jobs.settings import BY_BITSANDBYTES, MAX_SEQ_LEN, Checkpointing, check_setting
+from memfit.jobs.settings import (
+    BY_BITSANDBYTES,
+    MAX_SEQ_LEN,
+    Checkpointing,
+    check_by_type,
+    check_one_of,
+    check_seed,
+    check_setting,
+)
 from memfit.jobs.together import unused
 from memfit.jobs.workload import Workload
 from memfit.models.presets import GSA_SETTINGS, is_gsa

@@ -125,6 +125,12 @@ TRAINER_NAMES = {
     "lion-8bit": "lion_8bit", "adamw-8bit-torchao": "adamw_torch_8bit", "adamw-4bit-torchao": "adamw_torch_4bit",
 }  # fmt: skip
 """Optimizers as the Trainer calls them."""
+OF_PACKAGES = {
+    "adamw-8bit": "bitsandbytes.AdamW8bit", "paged-adamw": "bitsandbytes.PagedAdamW",
+    "paged-adamw-8bit": "bitsandbytes.PagedAdamW8bit", "lion-8bit": "bitsandbytes.Lion8bit",
+    "adamw-8bit-torchao": "torchao.AdamW8bit", "adamw-4bit-torchao": "torchao.AdamW4bit",
+}  # fmt: skip
+"""The package, whose `optim` has it, and the class there."""
 OPTIMIZERS = {"adamw_8bit": "adamw-8bit", **{theirs: ours for ours, theirs in TRAINER_NAMES.items()}}
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 from memfit.errors import UsageError
 from memfit.jobs.training.config import FACTORY, TORCH_ADAMW, TrainConfig
+from memfit.jobs.training.config_names import OF_PACKAGES
 from memfit.jobs.training.shapes import is_basics
 from memfit.jobs.workload import Workload
 from memfit.models.presets import is_gsa
@@ -33,7 +34,7 @@ def check_offload(work: Workload, *, setting: str) -> None:
         )
 
 
-NEEDS_BITSANDBYTES = ("adamw-8bit", "paged-adamw", "paged-adamw-8bit", "lion-8bit")
+NEEDS_BITSANDBYTES = tuple(name for name, made in OF_PACKAGES.items() if made.startswith("bitsandbytes."))
 OLDEST_BITSANDBYTES = (0, 46)
 """The oldest that transformers 5 quantises with."""
 
@@ -142,7 +143,7 @@ def _only_on_gpus(config: TrainConfig, world_size: int) -> Iterator[UsageError]:
     if config.workload.precision == "amp-fp16":
         yield UsageError("precision amp-fp16 needs a GPU", hint="amp-bf16 and fp32 work on the CPU")
     optimizer = str(config.workload.optimizer)
-    if optimizer in NEEDS_BITSANDBYTES or optimizer.endswith("torchao"):
+    if optimizer in OF_PACKAGES:
         yield UsageError(f"optimizer {optimizer} needs a GPU")
     if config.workload.parallel == "fsdp2" and world_size > 1:
         yield UsageError("parallel fsdp2 needs GPUs: accelerate shards nothing on CPUs", hint="parallel: ddp")

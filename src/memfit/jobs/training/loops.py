@@ -18,14 +18,14 @@ from torch.utils.data import Dataset
 from memfit.errors import RanOut
 from memfit.jobs.build import Prepared
 from memfit.jobs.run import Phases, put_on, token_ids, wanted
-from memfit.jobs.small_states import KINDS, OF_TORCHAO, by_shapes
 from memfit.jobs.training.batch import BatchSizes
 from memfit.jobs.training.config import TrainConfig, keys_of
 from memfit.jobs.training.config_file import config_from
+from memfit.jobs.training.config_names import OF_PACKAGES
 from memfit.jobs.training.data import made_up_rows
 from memfit.jobs.training.job import TrainJob
 from memfit.jobs.training.levers import has_tensorboard
-from memfit.jobs.training.optimizers import ADAMW, adamw, trainer_name
+from memfit.jobs.training.optimizers import ADAMW, OF_BITSANDBYTES, adamw, by_shapes, trainer_name
 from memfit.jobs.workload import Workload
 from memfit.models.presets import GSA_TYPE
 
@@ -91,10 +91,10 @@ def _own_optimizer(
     """None leaves it to the Trainer."""
     work = job.workload
     optimizer = str(work.optimizer)
-    if optimizer in (*KINDS, *OF_TORCHAO) and torch.device(device).type == "meta":
+    if optimizer in OF_PACKAGES and torch.device(device).type == "meta":
         kind, settings = by_shapes(optimizer)
         tables = [m.weight for m in job.model.modules() if isinstance(m, nn.Embedding)]  # which it keeps in fp32
-        whole = {"whole": {id(table) for table in tables}} if optimizer in KINDS else {}
+        whole = {"whole": {id(table) for table in tables}} if optimizer in OF_BITSANDBYTES else {}
         return kind, {"lr": args.learning_rate, **whole, **settings}
     if "optimizer" not in work.offload:
         return None

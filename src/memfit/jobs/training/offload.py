@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from memfit.errors import UsageError
 from memfit.jobs.host import Event, HostMemory, Lane, finished
 from memfit.jobs.settings import Checkpointing
-from memfit.models.own import block_list
+from memfit.models.registry import block_list
 from memfit.units import MiB
 
 SLAB = 256 * MiB

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from memfit.errors import UsageError
 from memfit.jobs.workload import Workload
-from memfit.models.own import block_list
+from memfit.models.registry import block_list
 
 
 def is_made_without_memory(work: Workload) -> bool:

@@ -83,7 +83,7 @@ def model_config(model: ModelConfig) -> Any:
     if is_gsa(model.name):
         return gsa_config(model)
     if is_basics(model.name):
-        from memfit.models.basics_settings import BasicsSettings
+        from memfit.models.basics import BasicsSettings
 
         return BasicsSettings(**dataclasses.asdict(basics_config(model)))
     return transformers_config(model)
