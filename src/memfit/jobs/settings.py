@@ -450,6 +450,11 @@ class Sparsity:
     def kind(self) -> str:
         return UNSTRUCTURED if self.group is None else f"{self.removed}:{self.group}"
 
+    @property
+    def groups(self) -> tuple[int, int] | None:
+        """How many of how many consecutive columns are removed."""
+        return None if self.removed is None or self.group is None else (self.removed, self.group)
+
     def with_removed(self, removed: int) -> Sparsity:
         """Another count for one block; none and all are possible here."""
         assert self.group is not None

@@ -52,7 +52,7 @@ from memfit.units import format_bytes
 FEW = 4
 ROOM = "memfit/jobs/pruning"
 ANSWERS: dict[Site, Answer] = {
-    Site(f"{ROOM}/statistics.py", "_all_true"): True,  # no weight and no input is NaN or infinite
+    Site(f"{ROOM}/selection.py", "_all_true"): True,  # no weight and no input is NaN or infinite
     Site(f"{ROOM}/sparsegpt.py", "_succeeded"): 0,  # X^T X is positive definite
 }
 PASSES = ("embed", "statistics", "propagate", "outliers")

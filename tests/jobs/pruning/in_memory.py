@@ -88,14 +88,15 @@ def wanda_groups(removed: int, group: int) -> Prune:
 
 def sparsegpt(ratio: float, samples: int) -> Prune:
     """With memfit's own solver: what is compared is what it is given."""
+    from memfit.jobs.pruning.methods import Gram
     from memfit.jobs.pruning.sparsegpt import prune_with_updates_
-    from memfit.jobs.pruning.statistics import Gram
+    from memfit.jobs.settings import Sparsity
 
     def prune(weights: list[Tensor], inputs: list[Tensor]) -> None:
         gram = Gram(samples, inputs[0].shape[-1], "cpu")
         for x in inputs:
             gram.add(x)
-        prune_with_updates_(weights, gram.finish(), ratio=ratio)
+        prune_with_updates_(weights, gram.finish(), Sparsity(ratio=ratio))
 
     return prune
 

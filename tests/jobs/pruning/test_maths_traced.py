@@ -10,18 +10,19 @@ import torch
 from torch import Tensor
 
 from memfit.events import Action, Trace
-from memfit.jobs.pruning.methods import outlier_percentage
+from memfit.jobs.pruning.methods import ColumnNorms, Gram, outlier_percentage, reconstruct_
 from memfit.jobs.pruning.selection import (
     Magnitude,
     Ria,
     Wanda,
+    check_finite,
     prune_groups_,
     prune_matrix_,
     prune_rows_,
     prune_variant_,
 )
 from memfit.jobs.pruning.sparsegpt import Sweeps, prune_with_updates_
-from memfit.jobs.pruning.statistics import ColumnNorms, Gram, check_finite, reconstruct_
+from memfit.jobs.settings import Sparsity
 from memfit.tracing.answers import Answers, Site
 from memfit.tracing.tracer import trace
 from memfit.units import MiB
@@ -29,7 +30,7 @@ from memfit.units import MiB
 COLUMNS = 8192
 SHAPES = ((4096, 8192), (16384, 2048), (1536, 640))
 ANSWERS = {
-    Site("memfit/jobs/pruning/statistics.py", "_all_true"): True,
+    Site("memfit/jobs/pruning/selection.py", "_all_true"): True,
     Site("memfit/jobs/pruning/sparsegpt.py", "_succeeded"): 0,
 }
 
@@ -100,10 +101,10 @@ def test_products_of_columns_take_the_matrix_alone() -> None:
     assert beside(job, INPUT) == 4 * COLUMNS**2 + workspace
 
 
-@pytest.mark.parametrize("how", [{"ratio": 0.5}, {"groups": (2, 4)}], ids=["ratio", "groups"])
-def test_sparsegpt_takes_one_more_hessian_and_the_weights_in_fp32(how: dict[str, object]) -> None:
+@pytest.mark.parametrize("kind", ["unstructured", "2:4"])
+def test_sparsegpt_takes_one_more_hessian_and_the_weights_in_fp32(kind: str) -> None:
     def job(hessian: Tensor, first: Tensor, second: Tensor) -> None:
-        prune_with_updates_([first, second], hessian, sweeps=Sweeps(), **how)  # type: ignore[arg-type]
+        prune_with_updates_([first, second], hessian, Sparsity.parse(kind), sweeps=Sweeps())
 
     matrix = (torch.bfloat16, (1024, COLUMNS))
     used = beside(job, (torch.float32, (COLUMNS, COLUMNS)), matrix, matrix)
@@ -115,7 +116,7 @@ def test_the_three_buffers_of_a_sweep_are_made_once_for_all_matrices_of_a_shape(
         def job(hessian: Tensor, weight: Tensor) -> None:
             sweeps = Sweeps()
             for _ in range(times):
-                prune_with_updates_([weight], hessian, ratio=0.5, sweeps=sweeps)
+                prune_with_updates_([weight], hessian, Sparsity(ratio=0.5), sweeps=sweeps)
 
         made = traced(lambda: job(*(torch.empty(rows, 512, device="cuda") for rows in (512, 64))))
         return made.requested.count(4 * 128 * 64)

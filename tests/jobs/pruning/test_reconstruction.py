@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from memfit.errors import InputError
-from memfit.jobs.pruning import statistics
-from memfit.jobs.pruning.statistics import reconstruct_
+from memfit.jobs.pruning import methods
+from memfit.jobs.pruning.methods import reconstruct_
 
 STEPS = 6
 
@@ -46,7 +46,7 @@ def tuned(dtype: torch.dtype, **how: Any) -> tuple[dict[str, Tensor], dict[str, 
     def once() -> Iterable[tuple[Tensor, Tensor]]:
         return iter(batches)
 
-    with mock.patch.multiple(statistics, **{"EPOCHS": 5, **how}):
+    with mock.patch.multiple(methods, **{"EPOCHS": 5, **how}):
         reconstruct_(weights, masks, forward, once, STEPS)
     return weights, masks
 

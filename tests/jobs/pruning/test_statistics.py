@@ -8,8 +8,9 @@ import reference
 import torch
 
 from memfit.errors import InputError
-from memfit.jobs.pruning import statistics
-from memfit.jobs.pruning.statistics import ColumnNorms, Gram, check_finite
+from memfit.jobs.pruning import methods
+from memfit.jobs.pruning.methods import ColumnNorms, Gram
+from memfit.jobs.pruning.selection import check_finite
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -55,7 +56,7 @@ def test_rows_from_elsewhere_give_the_same_bits_as_samples_seen_here() -> None:
 
 @pytest.mark.parametrize("upcast", [1, 400, 1 << 20])
 def test_tokens_of_an_expert_go_to_their_own_sequences(monkeypatch: pytest.MonkeyPatch, upcast: int) -> None:
-    monkeypatch.setattr(statistics, "UPCAST_BYTES", upcast)
+    monkeypatch.setattr(methods, "UPCAST_BYTES", upcast)
     x = inputs(3, 8, 5, dtype=torch.bfloat16)
     chosen = torch.tensor([20, 3, 4, 17, 0, 21])
     norms = ColumnNorms(4, 5, "cpu")
@@ -72,8 +73,8 @@ def test_tokens_of_an_expert_go_to_their_own_sequences(monkeypatch: pytest.Monke
 def test_products_of_columns_are_whole_symmetric_and_scaled(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, panel: int
 ) -> None:
-    monkeypatch.setattr(statistics, "PANEL", panel)
-    monkeypatch.setattr(statistics, "UPCAST_BYTES", 200)
+    monkeypatch.setattr(methods, "PANEL", panel)
+    monkeypatch.setattr(methods, "UPCAST_BYTES", 200)
     x = inputs(4, 6, 8, dtype=dtype)
     gram = Gram(4, 8, "cpu")
     gram.add(x[:3], 0)

@@ -300,11 +300,7 @@ class Decoder:
             holder: dict[str, Any] = module._parameters if leaf in module._parameters else module._buffers
             self._taken.append((holder, leaf, holder[leaf]))
             holder[leaf] = tensor
-        for module in self.blocks[index].modules():
-            for leaf in module._non_persistent_buffers_set:
-                buffer = module._buffers.get(leaf)
-                if buffer is not None and buffer.device != device:
-                    module._buffers[leaf] = buffer.to(device)
+        move_tables(self.blocks[index], device)
 
     def take_out(self) -> None:
         """Leave the block without weights, as it was built."""
@@ -327,6 +323,15 @@ class Decoder:
                     raise _lacking(f"{self.path}.{i}.{slot.name}")
         for name in self._outer.missing:
             raise _lacking(name)
+
+
+def move_tables(model: nn.Module, device: torch.device) -> None:
+    """What no checkpoint holds, such as rotary frequencies."""
+    for module in model.modules():
+        for leaf in module._non_persistent_buffers_set:
+            buffer = module._buffers.get(leaf)
+            if buffer is not None:
+                module._buffers[leaf] = buffer.to(device)
 
 
 def _lacking(name: str) -> InputError:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from memfit.errors import InputError
 from memfit.jobs.host import Event, HostMemory, Lane
 from memfit.jobs.pruning import kernels
-from memfit.jobs.pruning.decoder import Call, Decoder, Layout, Slot, StoredPiece
+from memfit.jobs.pruning.decoder import Call, Decoder, Layout, Slot, StoredPiece, move_tables
 from memfit.jobs.pruning.observation import Matrix, Observer, Pattern, Statistic, find_matrices
 from memfit.jobs.pruning.output import OutputFolder
 from memfit.jobs.pruning.placement import (
@@ -83,7 +83,7 @@ class Engine:
         self._placed: dict[tuple[int, tuple[Slot, ...]], dict[str, nn.Parameter]] = {}
         self._patterns: dict[tuple[str, ...], Pattern] = {}
         kernels.fuse(decoder.blocks, self.device)
-        self._move_tables()
+        move_tables(decoder.model, self.device)
 
     def __enter__(self) -> Engine:
         return self
@@ -276,13 +276,6 @@ class Engine:
             bring(weights, layout, made.view(-1).view(torch.uint8), self.uploads)
             self.lanes[0].wait(self.uploads.arrived())
         return made
-
-    def _move_tables(self) -> None:
-        for module in self.decoder.model.modules():
-            for leaf in module._non_persistent_buffers_set:
-                buffer = module._buffers.get(leaf)
-                if buffer is not None:
-                    module._buffers[leaf] = buffer.to(self.device)
 
     # -- passes ----------------------------------------------------------------------------------------------------
 

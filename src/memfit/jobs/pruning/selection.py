@@ -2,7 +2,7 @@
 
 Nothing of a matrix's size is made, and only Wanda's variant sorts. A row's k-th lowest score comes from a selection;
 what lies below it goes, and of those that equal it as many as there is room for, from the left. A CPU and a GPU choose
-the same weights. Scores must be finite (`statistics.check_finite`): no order is defined with NaN.
+the same weights. Scores must be finite (`check_finite`): no order is defined with NaN.
 
 The lower the score, the sooner a weight goes. A scorer is called with some rows of a matrix and gives their scores in
 fp32, so that no score of a whole matrix ever exists. Sums that a score needs are taken in fp64 and rounded once:
@@ -11,7 +11,7 @@ whatever the order of the sum, on a GPU or a CPU, the score has the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Protocol
 
@@ -343,3 +343,32 @@ def _row_thresholds(ordered: Tensor, alphas: Tensor) -> Tensor:
 def _check_count(count: int, most: int) -> None:
     if not 0 <= count <= most:
         raise InputError(f"cannot remove {count:,} of {most:,} weights")
+
+
+# -- what has no order -------------------------------------------------------------------------------------------------
+
+
+def check_finite(tensors: Mapping[str, Tensor]) -> None:
+    """An InputError that names the first of these that holds NaN or infinity. Asks the device once for all."""
+    some = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+    if not some:
+        return
+    finite = torch.stack([_is_finite(tensor) for tensor in some.values()])
+    if _all_true(finite):
+        return
+    name = next(name for name, is_finite in zip(some, finite.tolist(), strict=True) if not is_finite)
+    raise InputError(
+        f"{name}: NaN or infinite values",
+        hint="a damaged weight, or values beyond fp16's 65,504 on the way there; --dtype bf16 or fp32 holds those",
+    )
+
+
+def _is_finite(tensor: Tensor) -> Tensor:
+    """From the extremes: one pass and no copy, also for a transposed view. NaN is an extreme."""
+    low, high = torch.aminmax(tensor.mT if tensor.dim() == 2 and tensor.mT.is_contiguous() else tensor)
+    return torch.isfinite(low) & torch.isfinite(high)
+
+
+def _all_true(flags: Tensor) -> bool:
+    """The only question that this module asks of the device."""
+    return bool(flags.all())

@@ -15,15 +15,14 @@ removed weight is that weight times a row, and sets the weight itself to exactly
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from memfit.errors import InputError, UsageError
-from memfit.jobs.pruning.selection import check_groups, lowest_of_all, removals
-from memfit.jobs.pruning.statistics import check_finite
+from memfit.errors import InputError
+from memfit.jobs.pruning.selection import check_finite, lowest_of_all, removals
+from memfit.jobs.settings import Sparsity
 
 DAMPING = 0.01
 MOST_DAMPING = 100.0
@@ -32,28 +31,19 @@ Groups = tuple[int, int]
 """How many of how many consecutive columns are removed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    damping: float
-    """Share of the mean diagonal that was added to the diagonal in the end."""
-    warnings: tuple[str, ...] = ()
-
-
 def prune_with_updates_(
     weights: Sequence[Tensor],
     hessian: Tensor,
+    sparsity: Sparsity,
     *,
-    ratio: float | None = None,
-    groups: Groups | None = None,
     names: Sequence[str] = (),
     block: int = BLOCK,
     sweeps: Sweeps | None = None,
-) -> Outcome:
+) -> tuple[str, ...]:
     """Prune matrices [rows, columns] that share an input, in place, by a ratio or by groups of columns. The kept
-    weights make up for those that go. `hessian` is used up.
+    weights make up for those that go. `hessian` is used up. What should be known of it is given back.
     Keep one `sweeps` for a whole model: its CUDA graphs serve all blocks of the same shape."""
     columns = len(hessian)
-    _check(weights, columns, ratio, groups)
     names = names or [f"matrix {number}" for number in range(len(weights))]
     check_finite({**dict(zip(names, weights, strict=True)), f"inputs of {names[0]}": hessian.diagonal()})
     bounds = [0, *accumulate(len(weight) for weight in weights)]  # of each matrix in the stack
@@ -63,28 +53,17 @@ def prune_with_updates_(
     dead = hessian.diagonal() == 0
     hessian.diagonal().masked_fill_(dead, 1.0)
     stacked.masked_fill_(dead.unsqueeze(1), 0.0)
-    outcome = _factorise_(hessian, names)
-    _sweep_(stacked, hessian, bounds, ratio, groups, block, sweeps or Sweeps())
+    warnings = _factorise_(hessian, names)
+    _sweep_(stacked, hessian, bounds, sparsity, block, sweeps or Sweeps())
     for weight, (start, end) in zip(weights, pairwise(bounds), strict=True):
         weight.copy_(stacked[:, start:end].mT)
-    return outcome
-
-
-def _check(weights: Sequence[Tensor], columns: int, ratio: float | None, groups: Groups | None) -> None:
-    if (ratio is None) == (groups is None):
-        raise UsageError("SparseGPT takes a ratio or groups")
-    if not weights or any(weight.shape[1:] != (columns,) for weight in weights):
-        raise UsageError(f"SparseGPT takes matrices of {columns:,} columns, as many as their input has")
-    if groups is not None:
-        check_groups(columns, groups[1])
-        if not 0 < groups[0] < groups[1]:
-            raise UsageError(f"cannot remove {groups[0]} of {groups[1]} columns")
+    return warnings
 
 
 # -- factorisation -----------------------------------------------------------------------------------------------------
 
 
-def _factorise_(hessian: Tensor, names: Sequence[str]) -> Outcome:
+def _factorise_(hessian: Tensor, names: Sequence[str]) -> tuple[str, ...]:
     """Put U in the place of H. Beside it there is never more than one matrix of its size."""
     damping = DAMPING
     mean = hessian.diagonal().mean()
@@ -101,9 +80,8 @@ def _factorise_(hessian: Tensor, names: Sequence[str]) -> Outcome:
     del reversed_
     hessian.copy_(hessian.flip(0, 1))
     if damping == DAMPING:
-        return Outcome(damping)
-    warning = f"{', '.join(names)}: X^T X was not positive definite with damping {DAMPING:g}; {damping:g} was used"
-    return Outcome(damping, (warning,))
+        return ()
+    return (f"{', '.join(names)}: X^T X was not positive definite with damping {DAMPING:g}; {damping:g} was used",)
 
 
 def _into_lower_factor(matrix: Tensor, added: Tensor) -> bool:
@@ -123,15 +101,9 @@ def _succeeded(info: Tensor) -> bool:
 
 
 def _sweep_(
-    stacked: Tensor,
-    factor: Tensor,
-    bounds: Sequence[int],
-    ratio: float | None,
-    groups: Groups | None,
-    block: int,
-    sweeps: Sweeps,
+    stacked: Tensor, factor: Tensor, bounds: Sequence[int], sparsity: Sparsity, block: int, sweeps: Sweeps
 ) -> None:
-    columns, rows = stacked.shape
+    (columns, rows), groups = stacked.shape, sparsity.groups
     diagonal = factor.diagonal().clone().unsqueeze(1)
     factor.div_(diagonal)
     diagonal.square_()
@@ -142,9 +114,8 @@ def _sweep_(
         sweep.weights.copy_(stacked[start:end])
         sweep.factor.copy_(factor[start:end, start:end])
         sweep.diagonal.copy_(diagonal[start:end])
-        if ratio is not None:
-            for first, last in pairwise(bounds):
-                sweep.choose(first, last, ratio)
+        for first, last in pairwise(bounds) if groups is None else ():
+            sweep.choose(first, last, sparsity.ratio)
         sweep.run()
         stacked[start:end].copy_(sweep.weights)
         stacked[end:].addmm_(factor[start:end, end:].mT, sweep.errors, alpha=-1)

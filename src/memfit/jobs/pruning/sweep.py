@@ -29,14 +29,13 @@ from memfit.jobs.host import finished, numbers
 from memfit.jobs.pruning import kernels
 from memfit.jobs.pruning.engine import Engine
 from memfit.jobs.pruning.kernels import attention_kernels
-from memfit.jobs.pruning.methods import ByNorms, Method, method_of, outlier_percentage, owl, owl_groups
+from memfit.jobs.pruning.methods import ByNorms, Method, method_of, outlier_percentage, owl, owl_groups, reconstruct_
 from memfit.jobs.pruning.observation import SharedInput, Statistic
 from memfit.jobs.pruning.output import OutputFolder
 from memfit.jobs.pruning.placement import HiddenStates, Placement
 from memfit.jobs.pruning.result import BlockReport, MatrixReport, PruningOutcome
-from memfit.jobs.pruning.selection import Wanda, check_groups
+from memfit.jobs.pruning.selection import Wanda, check_finite, check_groups
 from memfit.jobs.pruning.settings import PruneSettings
-from memfit.jobs.pruning.statistics import check_finite, reconstruct_
 from memfit.jobs.pruning.streaming import BlockReader, BlockWriter, Downloads, Load, Sink
 from memfit.jobs.settings import Sparsity
 from memfit.units import MiB
@@ -155,8 +154,8 @@ class Sweep:
         outliers: list[float] = self.engine.team.tell(before) or self._outliers()
         if self.output is not None and self.engine.team.leads and before is None:
             self.output.remember("outliers", outliers)
-        if asked.group is not None and asked.removed is not None:
-            return [asked.with_removed(removed) for removed in owl_groups(outliers, asked.removed, asked.group)]
+        if asked.groups is not None:
+            return [asked.with_removed(removed) for removed in owl_groups(outliers, *asked.groups)]
         return [dataclasses.replace(asked, ratio=ratio) for ratio in owl(outliers, asked.ratio)]
 
     def _outliers(self) -> list[float]:
