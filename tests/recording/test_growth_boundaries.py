@@ -52,7 +52,7 @@ def counters(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
     now = {"allocated": GIB, "peak": 2 * GIB, "reserved": 3 * GIB}
 
-    def stats() -> dict[str, Any]:
+    def stats(_: object) -> dict[str, Any]:
         reserved = {"all": {"current": now["reserved"], "peak": now["reserved"]}}
         return {
             "allocated_bytes": {"all": {"current": now["allocated"], "peak": now["peak"]}},

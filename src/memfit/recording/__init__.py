@@ -12,6 +12,6 @@ DOOR = {
         "LogMoment MemoryLog StagePart lightning_memory predicted_and_measured print_gpu_memory_summary trainer_memory"
     ),
     "recorder": "record start_history stop_history",
-    "sampler": "CudaMemory GpuReading GpuSource ProcessMemory Sampler find_gpu",
+    "sampler": "CudaMemory GpuReading GpuSource ProcessMemory Sampler allocator_counts find_gpu",
 }
 """What other rooms may use, by file."""

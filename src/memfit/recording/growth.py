@@ -21,7 +21,7 @@ from itertools import accumulate, combinations
 from statistics import correlation, median
 from typing import Any, Literal
 
-from memfit.recording.sampler import HostSource, ProcessMemory
+from memfit.recording.sampler import HostSource, ProcessMemory, allocator_counts
 from memfit.units import format_bytes
 
 Kind = Literal["none", "leak", "long-batches", "fragmentation", "host-growth"]
@@ -106,21 +106,17 @@ class GrowthWatch:
             return {}
         import torch
 
-        counts: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict()
+        counts = allocator_counts()
         torch.cuda.reset_peak_memory_stats()
         if self.capacity_bytes is None:
             self.capacity_bytes = int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
-        allocated, reserved = (counts.get(name, {}).get("all", {}) for name in ("allocated_bytes", "reserved_bytes"))
-        peak, most_reserved = (
-            max(elsewhere, int(here.get("peak", 0)))
-            for elsewhere, here in zip(self._read_elsewhere, (allocated, reserved), strict=True)
-        )
-        self._read_elsewhere = (0, 0)
+        peak = max(self._read_elsewhere[0], counts.allocated_peak)
         self.peak_bytes = max(self.peak_bytes or 0, peak)
-        self.reserved_bytes = max(self.reserved_bytes or 0, most_reserved)
+        self.reserved_bytes = max(self.reserved_bytes or 0, self._read_elsewhere[1], counts.reserved_peak)
+        self._read_elsewhere = (0, 0)
         return {
-            "allocated_bytes": int(allocated.get("current", 0)), "reserved_bytes": int(reserved.get("current", 0)),
-            "peak_bytes": peak, "retries": int(counts.get("num_alloc_retries", 0)),
+            "allocated_bytes": counts.allocated, "reserved_bytes": counts.reserved, "peak_bytes": peak,
+            "retries": counts.retries,
         }  # fmt: skip
 
 

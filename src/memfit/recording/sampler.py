@@ -20,7 +20,7 @@ import time
 from contextlib import ExitStack, suppress
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from memfit.files import written_whole
 from memfit.recording.machine import NoNvml, gpu_of_torch_device, nvml
@@ -138,6 +138,27 @@ _wiped: dict[int, int] = {}
 """The highest peak of each GPU that a reset took from torch's counter: who only looks is told of it."""
 
 
+class AllocatorCounts(NamedTuple):
+    """Of torch's allocator on one GPU: bytes now, and at most since the peaks were last set back."""
+
+    allocated: int
+    reserved: int
+    allocated_peak: int
+    reserved_peak: int
+    retries: int
+    """Times that it had to give back its cache to find room."""
+
+
+def allocator_counts(device: int | None = None) -> AllocatorCounts:
+    import torch
+
+    # Nested as torch keeps them: to flatten them all takes five times as long as to read them.
+    counts: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict(device)
+    both = [counts.get(name, {}).get("all", {}) for name in ("allocated_bytes", "reserved_bytes")]
+    figures = [int(each.get(figure, 0)) for figure in ("current", "peak") for each in both]
+    return AllocatorCounts(*figures, retries=int(counts.get("num_alloc_retries", 0)))
+
+
 class CudaMemory:
     """The counters of `cuda:index`. Reading them takes microseconds and waits for no stream."""
 
@@ -152,10 +173,8 @@ class CudaMemory:
     def read(self) -> GpuReading:
         import torch
 
-        # Nested as torch keeps them: to flatten them all takes five times as long as to read them.
-        counts: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict(self.index)
-        allocated, reserved = (counts.get(name, {}).get("all", {}) for name in ("allocated_bytes", "reserved_bytes"))
-        peak = int(allocated.get("peak", 0))
+        counts = allocator_counts(self.index)
+        peak = counts.allocated_peak
         rose = peak > self._peak
         self._peak = max(self._peak, peak)
         if self.reset:
@@ -164,8 +183,8 @@ class CudaMemory:
         else:
             self._peak = max(self._peak, _wiped.get(self.index, 0))
         return GpuReading(
-            allocated_bytes=int(allocated.get("current", 0)),
-            reserved_bytes=int(reserved.get("current", 0)),
+            allocated_bytes=counts.allocated,
+            reserved_bytes=counts.reserved,
             peak_bytes=self._peak,
             stretch_peak_bytes=peak if self.reset or rose else None,
             total_bytes=self._total,

@@ -22,6 +22,7 @@ from typing import IO, Any, Literal, Protocol
 from memfit.errors import InputError, RanOut
 from memfit.files import written_whole
 from memfit.jobs.training.config import TORCH_ADAMW, TrainConfig
+from memfit.recording.sampler import allocator_counts
 from memfit.units import duration, gib
 
 SCHEMA = "memfit.train-result/1"
@@ -200,11 +201,9 @@ class PhasePeaks:
     def _enter(self, phase: str) -> None:
         import torch
 
-        counts: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict()
+        counts = allocator_counts()
         torch.cuda.reset_peak_memory_stats()
-        allocated, reserved = (
-            int(counts.get(name, {}).get("all", {}).get("peak", 0)) for name in ("allocated_bytes", "reserved_bytes")
-        )
+        allocated, reserved = counts.allocated_peak, counts.reserved_peak
         self._tell(allocated, reserved)
         if self._phase:
             before = self.peaks.get(self._phase, (0, 0))
