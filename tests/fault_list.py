@@ -37,22 +37,20 @@ class _Places:
         return Fault(name, self.file, piece, becomes, self.tests, harmless)
 
 
-_JOURNAL = _in("jobs/pruning/journal.py", "jobs/pruning/test_durability.py")
+_SAVED = _in("jobs/pruning/saved_runs.py", "jobs/pruning/test_durability.py", "jobs/pruning/test_output.py")
 _OUTPUT = _in("jobs/pruning/output.py", "jobs/pruning/test_durability.py", "jobs/pruning/test_output.py")
 _STREAMING = _in("jobs/pruning/streaming.py", "jobs/pruning/test_streaming.py", "jobs/pruning/test_durability.py")
 _SWEEP = _in("jobs/pruning/sweep.py", "jobs/pruning/test_durability.py", "jobs/pruning/test_output.py")
 
 PRUNING = [
-    _JOURNAL("a journal's line is not synced", "        os.fsync(self._file)\n", ""),
-    _JOURNAL("the first line of a journal is not synced to its folder", "        to_disk(self.path.parent)\n", ""),
-    _JOURNAL("half a line of the journal stays", "        os.ftruncate(self._file, self._end)\n", ""),
-    _JOURNAL(
-        "a block out of order is believed", 'elif line.get("block") == len(made.blocks):', 'elif "block" in line:'
-    ),
-    _JOURNAL("half a line of the journal is read", 'if raw.endswith(b"\\n") else None', "if raw else None"),
-    _JOURNAL("another format of the journal is read", "!= FORMAT", "is None"),
-    _JOURNAL("a resumed run may have other settings", "        if other:\n", "        if False:\n"),
-    _JOURNAL(
+    _SAVED("a journal's line is not synced", "        os.fsync(self._file)\n", ""),
+    _SAVED("the first line of a journal is not synced to its folder", "        to_disk(self.path.parent)\n", ""),
+    _SAVED("half a line of the journal stays", "        os.ftruncate(self._file, self._end)\n", ""),
+    _SAVED("a block out of order is believed", 'elif line.get("block") == len(made.blocks):', 'elif "block" in line:'),
+    _SAVED("half a line of the journal is read", 'if raw.endswith(b"\\n") else None', "if raw else None"),
+    _SAVED("another format of the journal is read", "!= FORMAT", "is None"),
+    _SAVED("a resumed run may have other settings", "        if other:\n", "        if False:\n"),
+    _SAVED(
         "blocks are not forgotten before their files go",
         "            os.ftruncate(stream.fileno(), end)\n",
         "            pass\n",
@@ -104,7 +102,7 @@ PRUNING = [
     ),
     _OUTPUT("the checksum leaves out the last bytes", ' + int.from_bytes(data[whole:], "little")', ""),
     _OUTPUT("the source's times are no part of its identity", " {stats.st_mtime_ns}", ""),
-    _OUTPUT("an unfinished run is thrown away unasked", "        if not resume:\n", "        if False:\n"),
+    _SAVED("an unfinished run is thrown away unasked", "        if not resume:\n", "        if False:\n"),
     _OUTPUT("the index counts other bytes", '"total_size": sum(t.nbytes for', '"total_size": 1 + sum(t.nbytes for'),
     _STREAMING("a converted read starts at the wrong byte", "start // item * stored.itemsize", "start"),
     _STREAMING("a converted read is shown as the model has it", "seen(name, as_bytes(raw))", "seen(name, out)"),
@@ -799,8 +797,8 @@ ANALYSIS = [
     ),
     _GROWTH(
         "a peak that others read is lost",
-        "        self._read_elsewhere = (0, 0)\n        self.peak_bytes = max(self.peak_bytes or 0, peak)\n",
-        "        self.peak_bytes = peak\n",
+        "        peak = max(self._read_elsewhere[0], counts.allocated_peak)\n",
+        "        peak = counts.allocated_peak\n",
     ),
 ]
 

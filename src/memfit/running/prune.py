@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.errors import MemfitError, UsageError
 from memfit.jobs.listener import Listener
-from memfit.jobs.pruning.settings import PruneSettings
+from memfit.jobs.pruning.settings import PruneSettings, RunOptions
 from memfit.jobs.workload import Workload
 
 if TYPE_CHECKING:
@@ -57,8 +57,6 @@ def prune(
     )  # fmt: skip
     if evaluate is False and (eval_dataset, eval_windows, eval_seqlen) != (None, None, None):
         raise UsageError("--no-eval leaves nothing to do for --eval-dataset, --eval-windows and --eval-seqlen")
-    from memfit.jobs.pruning.result import RunOptions
-
     options = RunOptions(
         must_evaluate=evaluate is True,
         eval_dataset=_path(eval_dataset),

@@ -15,8 +15,9 @@ from tiny_models import tiny_folder, tiny_windows
 from memfit.errors import UsageError
 from memfit.jobs.pruning.decoder import Decoder
 from memfit.jobs.pruning.engine import Engine
-from memfit.jobs.pruning.output import OutputFolder, journal_of, partial_of
+from memfit.jobs.pruning.output import OutputFolder
 from memfit.jobs.pruning.placement import Team, deal
+from memfit.jobs.pruning.saved_runs import journal_of, partial_of
 from memfit.jobs.pruning.settings import PruneSettings
 from memfit.jobs.pruning.sweep import Sweep
 from memfit.jobs.settings import PRUNE_METHODS

@@ -18,8 +18,8 @@ from memfit.errors import InputError
 from memfit.jobs.host import HostMemory, as_bytes
 from memfit.jobs.pruning import output as outputs
 from memfit.jobs.pruning.decoder import Decoder, Layout, Slot, StoredPiece
-from memfit.jobs.pruning.journal import FORMAT, Journal, forget_blocks
-from memfit.jobs.pruning.output import OutputFolder, _checksum, discard, journal_of, partial_of, replaced_of
+from memfit.jobs.pruning.output import OutputFolder, _checksum
+from memfit.jobs.pruning.saved_runs import FORMAT, Journal, discard, forget_blocks, journal_of, partial_of, replaced_of
 from memfit.jobs.pruning.streaming import Uploads, bring
 from memfit.jobs.pruning.sweep import Sweep
 from memfit.models.checkpoint import WeightStore

@@ -18,8 +18,9 @@ from tiny_models import tiny_folder, tiny_model, tiny_windows
 from memfit.errors import InputError
 from memfit.jobs.pruning.decoder import Decoder
 from memfit.jobs.pruning.engine import Engine
-from memfit.jobs.pruning.output import OutputFolder, journal_of, partial_of
+from memfit.jobs.pruning.output import OutputFolder
 from memfit.jobs.pruning.result import BlockReport, PruningOutcome
+from memfit.jobs.pruning.saved_runs import journal_of, partial_of
 from memfit.jobs.pruning.settings import PruneSettings
 from memfit.models.checkpoint import WeightStore
 

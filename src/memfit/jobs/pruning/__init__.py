@@ -6,9 +6,9 @@ DOOR = {
     "decoder": "Call Decoder check_decoder",
     "engine": "Engine",
     "placement": "MicroBatch NoRoom",
-    "result": "PruningOutcome Planned Prediction BlockProgress PruneResult RunOptions",
+    "result": "PruningOutcome Planned Prediction BlockProgress PruneResult",
     "run": "run",
-    "settings": "PruneSettings",
+    "settings": "PruneSettings RunOptions",
     "streaming": "Parts",
 }
 """What other rooms may use, by file."""

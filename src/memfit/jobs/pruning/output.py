@@ -1,55 +1,51 @@
 """The folder that `--save` asks for: written beside, one block at a time, and renamed when it is whole.
 
-    NAME.partial.jsonl    the journal: what the run is, then a line for each block that is safely on disk
-    NAME.partial/         config, tokenizer, and files of safetensors at their full size, filled block by block
-    NAME.partial.old/     for a moment: the result that NAME held before and that the new one replaces
-
 The files are those of the source, with the same names and the same tensors in the same order, so tied weights stay tied
-and nothing is renamed. A block's line is written only after its bytes are on disk; whatever kills the run, the journal
-says what can be relied on, and `--resume` does the rest again. A run that was killed before its first block was done is
-begun anew.
-
-    NAME.partial.lock    while a run writes to NAME: locked, with the process that holds it; a killed one holds nothing
+and nothing is renamed. A block's line is written to the journal (`saved_runs.py`) only after its bytes are on disk;
+whatever kills the run, the journal says what can be relied on, and `--resume` does the rest again. A run that was
+killed before its first block was done is begun anew.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import math
 import os
 import shutil
-import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from memfit.errors import InputError, MemfitError, UsageError
-from memfit.files import to_disk, written_whole
+from memfit.errors import InputError, MemfitError
+from memfit.files import to_disk
 from memfit.jobs.host import as_bytes
 from memfit.jobs.pruning.decoder import TORCH_DTYPES, Decoder, StoredPiece
-from memfit.jobs.pruning.journal import CLOEXEC, Journal, forget_blocks
 from memfit.jobs.pruning.observation import find_matrices
-from memfit.jobs.pruning.result import FILE, document_in, is_result
-from memfit.jobs.pruning.settings import PruneSettings
+from memfit.jobs.pruning.result import is_result
+from memfit.jobs.pruning.saved_runs import (
+    ALONG,
+    CLOEXEC,
+    Journal,
+    absolute,
+    check_room,
+    discard,
+    is_taken,
+    journal_of,
+    partial_of,
+    replaced_of,
+    unfinished,
+    writing_to,
+)
 from memfit.jobs.pruning.streaming import Parts
-from memfit.models.checkpoint import INDEX, WEIGHTS, StoredTensor, WeightStore
-from memfit.units import format_bytes
+from memfit.models.checkpoint import INDEX, StoredTensor, WeightStore
 
-CHOOSE = "name a folder that is empty or not there yet, such as --save pruned"
-ALONG = (
-    "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*",
-    "merges.txt", "*.model", "*.tiktoken", "chat_template*", "LICENSE*", "NOTICE*",
-)  # fmt: skip
-"""What goes along with the weights; a model card that describes the dense model does not."""
 MAX_ALONG_BYTES = 1 << 28
 COPY_BYTES = 32 << 20
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -95,7 +91,7 @@ class OutputFolder:
         key = {**run_key, "source": identity_of(decoder)}
         with writing_to(save):
             path.parent.mkdir(parents=True, exist_ok=True)
-            journal = _unfinished(path, str(save), resume=resume)
+            journal = unfinished(path, str(save), resume=resume)
             replaces = replace or (journal is not None and bool(journal.settings.get("replaces")))
             if is_taken(path) and not replaces:
                 what = "is complete already" if resume and journal is None else "already exists"
@@ -357,97 +353,6 @@ def identity_of(decoder: Decoder) -> str:
     return seen.hexdigest()
 
 
-# -- names, and what lies under them -----------------------------------------------------------------------------------
-
-
-def absolute(save: str | Path) -> Path:
-    """Of a symbolic link, where it leads: what is renamed and replaced is there, and the link stays."""
-    path = Path(os.path.abspath(os.path.expanduser(save)))
-    return Path(os.path.realpath(path)) if os.path.islink(path) else path
-
-
-def place_of(save: str) -> Path:
-    """`absolute`, of what can be written as far as names tell."""
-    if not save:
-        raise UsageError("--save is empty", hint=CHOOSE)
-    path = absolute(save)
-    if not path.name:
-        raise UsageError(f"--save '{save}' is the root of all folders", hint=CHOOSE)
-    for place in (path, *path.parents):
-        why = None
-        if os.path.islink(place) and not place.exists():
-            why = "a symbolic link that leads nowhere"
-        elif place != path and place.exists() and not place.is_dir():
-            why = "a file"
-        if why is not None:
-            raise InputError(f"--save '{save}' cannot be written: '{place}' is {why}", hint=CHOOSE)
-    return path
-
-
-def partial_of(save: Path) -> Path:
-    return save.with_name(f"{save.name}.partial")
-
-
-def journal_of(save: Path) -> Path:
-    return save.with_name(f"{save.name}.partial.jsonl")
-
-
-def replaced_of(save: Path) -> Path:
-    return save.with_name(f"{save.name}.partial.old")
-
-
-def is_taken(save: Path) -> bool:
-    """An empty folder is as good as none."""
-    return save.exists() and (not save.is_dir() or any(save.iterdir()))
-
-
-def discard(save: Path) -> None:
-    """An unfinished run, in an order that may be cut off anywhere: the journal, without which the rest is nobody's,
-    goes last, and says from the beginning that no block can be relied on."""
-    journal = journal_of(save)
-    if journal.exists():
-        forget_blocks(journal)
-        shutil.rmtree(partial_of(save), ignore_errors=True)
-        journal.unlink()
-
-
-def check_room(path: Path, needed: int, *, said: str) -> None:
-    free = shutil.disk_usage(_existing(path)).free
-    if free < needed:
-        raise InputError(
-            f"{said} needs {format_bytes(needed)}; its disk has {format_bytes(free)} free",
-            hint="make room, or choose a folder on another disk",
-        )
-
-
-def is_same_disk(one: Path, other: Path) -> bool:
-    return _existing(one).stat().st_dev == _existing(other).stat().st_dev
-
-
-def _existing(path: Path) -> Path:
-    return next(folder for folder in (path, *path.parents) if folder.is_dir())
-
-
-def _unfinished(save: Path, said: str, *, resume: bool) -> Journal | None:
-    """The journal to go on with. What has no finished block is cleared away instead: there is nothing to lose."""
-    working, beside = partial_of(save), journal_of(save)
-    found = Journal.read(beside) if beside.exists() else None
-    if found is not None and found.blocks:
-        if not resume:
-            raise InputError(
-                f"--save '{said}': an earlier run was not finished ({working.name})",
-                hint="--resume continues it, --force begins anew",
-            )
-        return found
-    if working.exists() and found is None:
-        raise InputError(
-            f"'{working}' is in the way: it has no journal of memfit ({beside.name}) that says what it is",
-            hint="move it away, or delete it if it is the rest of a run that was killed",
-        )
-    discard(save)
-    return None
-
-
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
@@ -477,88 +382,6 @@ def _reserve(descriptor: int, size: int) -> None:
     os.ftruncate(descriptor, size)
 
 
-@contextmanager
-def writing_to(save: object) -> Iterator[None]:
-    """A disk that is full, or gone, in words."""
-    try:
-        yield
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise InputError(
-            f"--save '{save}' cannot be written: {error.strerror}",
-            hint="make room and run the same command with --resume" if full else None,
-        ) from error
-
-
-LOGS = "memory_log*.csv"
-RESULTS = (FILE, "log_*.txt", LOGS)
-
-
-@contextmanager
-def held(save: str | None, warn: Callable[[str], None]) -> Iterator[None]:
-    """The folder is this process's while this is open. A second run is told whose it is."""
-    if save is None:
-        yield
-        return
-    path = place_of(save)
-    with writing_to(save):
-        made = [folder for folder in path.parents if not folder.exists()]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = path.with_name(f"{path.name}.partial.lock")
-        descriptor = _locked(lock, save, warn)
-    try:
-        yield
-    finally:
-        lock.unlink(missing_ok=True)  # while it is held: whoever has opened it meanwhile finds that it is gone
-        os.close(descriptor)
-        for folder in made:
-            with suppress(OSError):  # something was saved there
-                folder.rmdir()
-
-
-def check(settings: PruneSettings, *, force: bool) -> dict[str, Any] | None:
-    """An existing folder is found before the model is even looked for. Nothing is deleted yet but remains. Answers with
-    the document of a result where nothing is left to resume."""
-    if settings.save is None:
-        return None
-    path, said = place_of(settings.save), settings.save
-    if force and settings.resume:
-        raise UsageError("--force begins anew and --resume continues: give one of them")
-    model = Path(settings.workload.model).expanduser()
-    if model.exists() and path.exists() and model.samefile(path):
-        raise InputError(f"--save '{said}' is the model itself", hint="choose another folder")
-    with writing_to(said):
-        _tidy(path)
-    if not is_taken(path) or (settings.resume and journal_of(path).exists()):
-        return None
-    if not is_result(path):
-        why = " and is not the result of an earlier run (it has no result.json of memfit)" if force else ""
-        hint = "--force deletes only such results: choose another folder, or move this one away"
-        raise InputError(f"--save '{said}' already exists{why}", hint=hint if force else "choose another folder")
-    if not force and not _asks_for_the_same(path, settings):
-        what = "is the complete result of another run" if settings.resume else "already exists"
-        raise InputError(f"--save '{said}' {what}", hint="choose another folder, or --force replaces it")
-    if settings.resume:
-        return document_in(path)
-    if not (force or settings.log_memory) and any(path.glob(LOGS)):
-        hint = "--log-memory writes one again; or choose another folder, or --force replaces it"
-        raise InputError(f"--save '{said}' holds a memory log, which this run would not write", hint=hint)
-    return None
-
-
-def holds_same_run(save: str, key: Mapping[str, Any]) -> bool:
-    """Whether the folder is the untouched result of the same settings, model and text: doing it again loses nothing."""
-    path = absolute(save)
-    if not is_taken(path) or document_in(path).get("run") != {**key}:
-        return False
-    written = (path / FILE).stat().st_mtime_ns
-    ours = (*ALONG, WEIGHTS, INDEX, *RESULTS)
-    return all(
-        each.is_file() and each.stat().st_mtime_ns <= written and any(fnmatch(each.name, name) for name in ours)
-        for each in path.iterdir()
-    )
-
-
 def leave(output: OutputFolder) -> None:
     """After a run that broke: keep what --resume can use, and nothing else."""
     with suppress(MemfitError, OSError):
@@ -566,64 +389,3 @@ def leave(output: OutputFolder) -> None:
     if output.finished_blocks == 0:
         with suppress(OSError):
             discard(output.save)
-
-
-def check_results(folder: str | None, settings: PruneSettings, *, force: bool) -> None:
-    """A folder that is to hold results only may exist and hold other things, but not another run's results."""
-    if folder is None:
-        return
-    path = Path(folder).expanduser()
-    with writing_to(folder):
-        path.mkdir(parents=True, exist_ok=True)
-    if (path / FILE).exists() and not (force or settings.resume or _asks_for_the_same(path, settings)):
-        raise InputError(
-            f"--save '{folder}' has results already", hint="choose another folder, or --force replaces them"
-        )
-
-
-def copy_results(saved: Path, folder: str | None) -> None:
-    if folder is not None:
-        for name in RESULTS:
-            for path in saved.glob(name):
-                with written_whole(Path(folder).expanduser() / path.name) as beside:
-                    shutil.copyfile(path, beside)
-
-
-def _locked(path: Path, said: str, warn: Callable[[str], None]) -> int:
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.pread(descriptor, 300, 0).decode(errors="replace") or "another process"
-            os.close(descriptor)
-            raise InputError(
-                f"--save '{said}' is being written by {holder}", hint="wait until it ends, or choose another folder"
-            ) from error
-        except OSError as error:  # not every network file system can
-            warn(f"'{path.parent}' knows no locks ({error.strerror}): see to it that no other run writes to '{said}'")
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), path.stat()):
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-                return descriptor
-        os.close(descriptor)  # its owner has just removed it
-
-
-def _tidy(path: Path) -> None:
-    """Finish what a run did not that was killed between its last steps."""
-    old = replaced_of(path)
-    if old.exists() and not is_taken(path):
-        old.rename(path)
-    if is_result(path) and journal_of(path).exists() and not partial_of(path).exists():
-        shutil.rmtree(old, ignore_errors=True)
-        journal_of(path).unlink()
-
-
-def _asks_for_the_same(path: Path, settings: PruneSettings) -> bool:
-    """Whether a result is of this very run, as far as the settings alone can tell."""
-    document, asked = document_in(path), settings.to_json()
-    run = document.get("run")
-    if document.get("model") != settings.workload.model or not isinstance(run, dict):
-        return False
-    return all(run[name] == asked[name] for name in run.keys() & asked.keys() - {"seqlen", "device"})

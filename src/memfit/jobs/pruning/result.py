@@ -1,4 +1,4 @@
-"""What surrounds a pruning run: options, who is told what, what each block came to, `result.json` and the log.
+"""What comes of a pruning run: what each block came to, `result.json` and its log, how far it is, what was predicted.
 
 `result.json` has everything a run was asked, found and reached; `log_{method}.txt`, two lines that scripts read.
 """
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.errors import InputError, UsageError
+from memfit.errors import InputError
 from memfit.files import written_whole
 from memfit.jobs.pruning.settings import PruneSettings
 from memfit.recording.memory_log import LogMoment, StagePart
@@ -311,31 +311,6 @@ class Planned:
 
 Predict = Callable[[Planned], Prediction | None]
 """What a plan says of a run. A job does not know how to plan: whoever starts it does."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """What surrounds the pruning itself and leaves the weights alone."""
-
-    must_evaluate: bool = False
-    """It is an error if there is no text to evaluate on; else there is just no perplexity."""
-    eval_dataset: str | None = None
-    """By default WikiText-2, or the part of the built-in text that is not calibrated on."""
-    eval_windows: int | None = None
-    eval_seqlen: int | None = None
-    """By default as long as the windows for calibration."""
-    eval_dense: bool = True
-    """Perplexity before pruning too."""
-    zero_shot: bool = False
-    cache_dir: str | None = None
-    force: bool = False
-    results_also_in: str | None = None
-    """A second folder for the results without the model."""
-
-    def __post_init__(self) -> None:
-        for flag, value, least in (("windows", self.eval_windows, 1), ("seqlen", self.eval_seqlen, 2)):
-            if value is not None and value < least:
-                raise UsageError(f"--eval-{flag} {value} is not {least} or more")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,13 +29,12 @@ import torch
 from memfit.errors import InputError, RanOut, UsageError
 from memfit.jobs.host import cause_of, is_out_of_memory, on_the_host
 from memfit.jobs.listener import Listener
-from memfit.jobs.pruning import evaluation
-from memfit.jobs.pruning import output as output_folder
+from memfit.jobs.pruning import evaluation, saved_runs
 from memfit.jobs.pruning.calibration import Windows, calibration_windows, check_files
 from memfit.jobs.pruning.decoder import Decoder, read_settings
 from memfit.jobs.pruning.engine import Engine
 from memfit.jobs.pruning.evaluation import OnWindow, evaluation_windows, perplexity_of_model, perplexity_of_states
-from memfit.jobs.pruning.output import OutputFolder, absolute, check_room, identity_of, is_same_disk, writing_to
+from memfit.jobs.pruning.output import OutputFolder, identity_of, leave
 from memfit.jobs.pruning.placement import Team
 from memfit.jobs.pruning.result import (
     FILE,
@@ -46,10 +45,10 @@ from memfit.jobs.pruning.result import (
     Predict,
     PruneResult,
     PruningOutcome,
-    RunOptions,
     write_result,
 )
-from memfit.jobs.pruning.settings import PruneSettings
+from memfit.jobs.pruning.saved_runs import absolute, check_room, is_same_disk, writing_to
+from memfit.jobs.pruning.settings import PruneSettings, RunOptions
 from memfit.jobs.texts import Texts, find_texts
 from memfit.jobs.workload import Workload
 from memfit.models.checkpoint import WeightStore
@@ -184,7 +183,7 @@ class _PruningRun:
             stack.callback(self.team.leave)
             if self.team.leads:
                 for folder in (self.settings.save, self.options.results_also_in):
-                    stack.enter_context(output_folder.held(folder, self._note))
+                    stack.enter_context(saved_runs.held(folder, self._note))
             if (finished := self._check_asked()) is not None:
                 self.listener.remark(f"'{self.settings.save}' is complete already: nothing is left to resume")
                 return PruneResult.of_document(finished, self.settings)
@@ -199,7 +198,7 @@ class _PruningRun:
         if options.zero_shot:
             evaluation.check(settings.save)
         if self.team.leads:
-            finished = output_folder.check(settings, force=options.force)
+            finished = saved_runs.check(settings, force=options.force)
             if finished is not None:
                 lacks = options.zero_shot and finished.get("zero_shot") is None
                 if lacks or (options.must_evaluate and finished.get("evaluation") is None):
@@ -208,7 +207,7 @@ class _PruningRun:
                         hint="without --resume the run is done again, with it",
                     )
                 return finished
-            output_folder.check_results(options.results_also_in, settings, force=options.force)
+            saved_runs.check_results(options.results_also_in, settings, force=options.force)
         return None
 
     def _logged(self) -> PruneResult:
@@ -276,7 +275,7 @@ class _PruningRun:
                 self._save(log, result, output)
         finally:
             if output is not None:
-                output_folder.leave(output)
+                leave(output)
         if self.options.zero_shot and result.saved is not None and self.team.leads:
             with self._timed("zero_shot"):
                 result.zero_shot = evaluation.evaluate(Path(result.saved), self.device)
@@ -404,8 +403,8 @@ class _PruningRun:
         replace = self.options.force
         if replace:  # what an unfinished run has left goes; a finished result stays until the new one is whole
             with writing_to(settings.save):
-                output_folder.discard(absolute(settings.save))
-        elif output_folder.holds_same_run(settings.save, {**key, "source": identity_of(engine.decoder)}):
+                saved_runs.discard(absolute(settings.save))
+        elif saved_runs.holds_same_run(settings.save, {**key, "source": identity_of(engine.decoder)}):
             self._note(f"'{settings.save}' holds the result of this very run: it is replaced when this one is whole")
             replace = True
         return OutputFolder.create(settings.save, engine.decoder, key, resume=settings.resume, replace=replace)
@@ -502,7 +501,7 @@ class _PruningRun:
         except OSError as error:
             self._note(f"the last figures are not in '{saved / FILE}': {error.strerror}")
         with writing_to(self.options.results_also_in):
-            output_folder.copy_results(saved, self.options.results_also_in)
+            saved_runs.copy_results(saved, self.options.results_also_in)
 
     # -- what came of it -------------------------------------------------------------------------------------------
 

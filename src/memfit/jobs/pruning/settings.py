@@ -84,3 +84,28 @@ class PruneSettings:
             "dataset": work.dataset, **own, "max_gpu_memory": work.gpu_budget_bytes, "sparsity_ratio": work.sparsity,
             "sparsity_type": work.sparsity_type,
         }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What surrounds the pruning itself and leaves the weights alone."""
+
+    must_evaluate: bool = False
+    """It is an error if there is no text to evaluate on; else there is just no perplexity."""
+    eval_dataset: str | None = None
+    """By default WikiText-2, or the part of the built-in text that is not calibrated on."""
+    eval_windows: int | None = None
+    eval_seqlen: int | None = None
+    """By default as long as the windows for calibration."""
+    eval_dense: bool = True
+    """Perplexity before pruning too."""
+    zero_shot: bool = False
+    cache_dir: str | None = None
+    force: bool = False
+    results_also_in: str | None = None
+    """A second folder for the results without the model."""
+
+    def __post_init__(self) -> None:
+        for flag, value, least in (("windows", self.eval_windows, 1), ("seqlen", self.eval_seqlen, 2)):
+            if value is not None and value < least:
+                raise UsageError(f"--eval-{flag} {value} is not {least} or more")

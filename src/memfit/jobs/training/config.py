@@ -153,7 +153,7 @@ class DataConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig(Section):
-    """Any two give the third, with the number of processes: `batch_sizes.resolve_batch`."""
+    """Any two give the third, with the number of processes: `batch.resolve_batch`."""
 
     micro_batch_size: int | None = within(None, most=MAX_ROWS)
     """Rows in one forward pass on one GPU."""
