@@ -336,3 +336,14 @@ def test_a_family_without_fused_attention_is_prepared_with_eager_and_says_so() -
 
     assert job.workload.attention == "eager"
     assert job.notes[0] == "transformers has no fused attention for gpt-oss-20b: eager, as it takes by itself"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [(2000, "and num_virtual_tokens 2000 is more than the 1024 positions"), (-1, "not a whole number above 0")],
+)
+def test_virtual_tokens_count_as_positions(tokens: int, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        memfit.predict(
+            kind="lora", model="gpt2", seq_len=64, adapter="prompt", adapter_config={"num_virtual_tokens": tokens}
+        )

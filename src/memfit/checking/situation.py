@@ -19,9 +19,9 @@ from memfit.errors import InputError, MemfitError
 from memfit.gpus import Gpu, find_gpu, is_size
 from memfit.jobs.training.batch import BatchSizes, resolve_batch
 from memfit.jobs.training.config import FACTORY, DataConfig, TrainConfig
-from memfit.jobs.training.shapes import is_basics
 from memfit.jobs.workload import Workload
 from memfit.models.files import NotHere, find_here, find_tokenizer_here
+from memfit.models.presets import is_basics
 from memfit.models.registry import resolve
 from memfit.planning.card_here import with_kernels_of
 from memfit.recording.machine import GpuDriver, GpuState, NoNvml, read_driver, read_gpus

@@ -22,9 +22,8 @@ from memfit.files import check_free, writing, written_whole
 from memfit.gpus import Gpu, find_gpu
 from memfit.jobs.settings import NO_TARGETS, flag
 from memfit.jobs.training.config import keys_of
-from memfit.jobs.training.shapes import is_basics
 from memfit.jobs.workload import Workload
-from memfit.models.presets import find_preset, is_gsa
+from memfit.models.presets import find_preset, is_basics, is_gsa
 from memfit.units import gib, in_mib
 
 if TYPE_CHECKING:

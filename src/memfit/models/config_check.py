@@ -38,6 +38,8 @@ OWN_DEFAULT = (
 POSITIVE = {*GENERIC, *OWN_DEFAULT, "n_embd", "n_layer", "n_head", "n_inner", "n_positions", "max_position_embeddings"}
 POSITIVE |= {"word_embed_proj_dim", "q_lora_rank", "sliding_window"}
 DTYPES = ("float64", "float32", "float16", "bfloat16")
+PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+"""Types by the names that torch has for them, and by those of settings."""
 
 # Irrelevant to memory or set by the caller, yet acted upon by transformers: some keys run code, some fetch kernels, and
 # `num_labels` makes a dict that long.

@@ -68,6 +68,10 @@ def is_gsa(model: str) -> bool:
     return name == GSA_TYPE or name.startswith(f"{GSA_TYPE}-")
 
 
+def is_basics(model: str) -> bool:
+    return model.lower() == BASICS or model.lower().startswith(f"{BASICS}-")
+
+
 GSA: dict[str, int] = {
     "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "d_ffn": 11008, "vocab_size": 128256,
     "max_position_embeddings": 131072, "k_base": 2048, "k_min": 256, "k_max": 4096, "indexer_heads": 4,

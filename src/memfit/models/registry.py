@@ -30,6 +30,7 @@ from memfit.models.config_check import (
     LANGUAGE_MODELS,
     MAX_LAYERS,
     MAX_WEIGHT_ELEMENTS,
+    PRECISIONS,
     TEXT_TO_TEXT,
     ConfigFamily,
     Head,
@@ -239,7 +240,7 @@ def stored_type(name: str) -> str | None:
     inner = data.get("text_config")
     places = (data, inner) if isinstance(inner, dict) else (data,)
     said = next((str(each[key]) for each in places for key in ("dtype", "torch_dtype") if each.get(key)), "")
-    return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(said.removeprefix("torch."))
+    return PRECISIONS.get(said.removeprefix("torch."))
 
 
 def _set_labels(config: Any, data: dict[str, Any], where: str) -> None:

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import InputError
-from memfit.models.config_check import read_config, show
+from memfit.models.config_check import PRECISIONS, read_config, show
 from memfit.models.presets import find_preset
 
 KEYS = ("quantization_config", "compression_config")
-HALVES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 PACKED_FORMATS = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized")
 TORCHAO = {"Int8WeightOnlyConfig": "int8", "Float8WeightOnlyConfig": "float8", "Int4WeightOnlyConfig": "int4"}
 GROUPS_OF_INT4 = (32, 64, 128, 256)
@@ -235,8 +234,8 @@ def _bitsandbytes(said: Mapping[str, Any], where: str) -> StoredWeights:
             raise _refused(where, "bitsandbytes", "fp16 weights beside the 8-bit ones")
         return StoredWeights(method="bitsandbytes", kind="int8", bits=8, kept=kept, said=said)
     kind, compute = said.get("bnb_4bit_quant_type", "fp4"), str(said.get("bnb_4bit_compute_dtype", "float32"))
-    compute = HALVES.get(compute.removeprefix("torch."), compute)
-    if kind not in ("nf4", "fp4") or compute not in HALVES.values():
+    compute = PRECISIONS.get(compute.removeprefix("torch."), compute)
+    if kind not in ("nf4", "fp4") or compute not in PRECISIONS.values():
         raise _refused(where, "bitsandbytes", f"4-bit weights of the type {show(kind)} computed in {show(compute)}")
     double = _yes(said, "bnb_4bit_use_double_quant", where)
     return StoredWeights(

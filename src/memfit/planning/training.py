@@ -26,9 +26,9 @@ from memfit.jobs.training.batch import BatchSizes
 from memfit.jobs.training.config import ModelConfig, TrainConfig
 from memfit.jobs.training.job import TrainJob
 from memfit.jobs.training.result import PHASES
-from memfit.jobs.training.shapes import basics_config, gsa_config, is_basics, model_config
+from memfit.jobs.training.shapes import basics_config, gsa_config, model_config
 from memfit.jobs.workload import Workload
-from memfit.models.presets import BASICS, is_gsa
+from memfit.models.presets import BASICS, is_basics, is_gsa
 from memfit.planning.cache import shape_folder
 from memfit.planning.card_here import card_for, fit_command
 from memfit.planning.predict import Plan, predict, refuse_unfit_card

@@ -83,21 +83,6 @@ def gpu_status(gpu: GpuReading | None) -> str:
     return "\n".join([RULE, "GPU MEMORY STATUS", RULE, *_gpu_lines(gpu), f"Usage:     {usage}", RULE])
 
 
-def summary(points: Sequence[LogMoment], peak_gpu: int | None, peak_host: int | None) -> str:
-    header = f"{'Checkpoint':<30} {'GPU Alloc':<12} {'GPU Peak':<12} CPU Used"
-    lines = [RULE, "MEMORY USAGE SUMMARY", RULE, header, THIN, *(_summary_row(point) for point in points)]
-    lines += [RULE, "", f"Peak GPU Memory: {_gb(peak_gpu)}", f"Peak CPU Memory: {_gb(peak_host)}", RULE]
-    return "\n".join(lines)
-
-
-def where_it_broke(points: Sequence[LogMoment]) -> str:
-    """`04_after_pruning:  ERROR!`, below what was allocated at the checkpoints before."""
-    wide = max(len(point.name) for point in points) + 2
-    return "\n".join(
-        f"{f'{point.name}:':<{wide}}{FAILED if point.failed else _gb(_allocated(point.gpu))}" for point in points
-    )
-
-
 def csv_row(point: LogMoment) -> str:
     host, cells = point.host, _gpu_cells(point.gpu, None if point.gpu is None else point.gpu.peak_bytes)
     name = f"{point.name} {FAILED}" if point.failed else point.name
@@ -134,7 +119,7 @@ def predicted_and_measured(rows: Iterable[tuple[str, int | None, int | None]]) -
         off = UNKNOWN
         if predicted is not None and measured:
             off = f"{100 * (predicted - measured) / measured:+.1f}%"
-        lines.append(f"{name:<30} {_right(predicted, 12)} {_right(measured, 13)} {off:>13}")
+        lines.append(f"{name:<30} {_gb(predicted):>12} {_gb(measured):>13} {off:>13}")
     return "\n".join([*lines, RULE])
 
 
@@ -152,11 +137,7 @@ def _summary_row(point: LogMoment) -> str:
 
 
 def _row(allocated: int | None, peak: int | None, host: int) -> str:
-    return f"{_right(allocated, 12)} {_right(peak, 13)} {_right(host, 13)}"
-
-
-def _right(count: int | None, width: int) -> str:
-    return f"{_gb(count):>{width}}"
+    return f"{_gb(allocated):>12} {_gb(peak):>13} {_gb(host):>13}"
 
 
 def _allocated(gpu: GpuReading | None) -> int | None:
@@ -286,10 +267,18 @@ class MemoryLog:
         return any(point.failed for point in self.points)
 
     def summary(self) -> str:
-        return summary(self.points, self.peak_gpu_bytes, self.peak_host_bytes)
+        header = f"{'Checkpoint':<30} {'GPU Alloc':<12} {'GPU Peak':<12} CPU Used"
+        lines = [RULE, "MEMORY USAGE SUMMARY", RULE, header, THIN, *(_summary_row(point) for point in self.points)]
+        peaks = f"Peak GPU Memory: {_gb(self.peak_gpu_bytes)}", f"Peak CPU Memory: {_gb(self.peak_host_bytes)}"
+        return "\n".join([*lines, RULE, "", *peaks, RULE])
 
     def where_it_broke(self) -> str:
-        return where_it_broke(self.points)
+        """`04_after_pruning:  ERROR!`, below what was allocated at the checkpoints before."""
+        wide = max(len(point.name) for point in self.points) + 2
+        return "\n".join(
+            f"{f'{point.name}:':<{wide}}{FAILED if point.failed else _gb(_allocated(point.gpu))}"
+            for point in self.points
+        )
 
     @staticmethod
     def parts_path(path: Path) -> Path:

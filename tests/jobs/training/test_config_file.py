@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from config_table import PAGE, table
 
 from memfit.errors import InputError, MemfitError, UnknownName, UsageError
 from memfit.jobs.training.batch import resolve_batch
@@ -125,3 +126,13 @@ def test_a_key_that_is_set_twice_to_different_values_is_refused() -> None:
     assert load_config("smollm2-lora-demo", sets=["r=8", "r=8"]).workload.rank == 8
     with pytest.raises(UsageError, match="--set gives r twice: 8 and 16"):
         load_config("smollm2-lora-demo", sets=["r=8", "r=16"])
+
+
+def test_every_key_of_a_config_is_on_the_page() -> None:
+    """`python tests/jobs/training/config_table.py` writes the table anew."""
+    assert table() in PAGE.read_text(encoding="utf-8")
+
+
+def test_every_shipped_config_is_on_the_page() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert all(f"| `{name}` |" in page for name in shipped_configs())

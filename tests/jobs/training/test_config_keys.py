@@ -10,7 +10,7 @@ import pytest
 
 from memfit.errors import MemfitError, UsageError
 from memfit.jobs.training.config import TrainConfig
-from memfit.jobs.training.config_file import ALONE, SECTIONS, config_from
+from memfit.jobs.training.config_file import ALONE, SECTIONS, canonical, config_from
 from memfit.jobs.training.config_names import (
     ALIASES,
     FIXED,
@@ -309,3 +309,9 @@ def test_a_section_that_is_misspelt_is_told_by_its_own_name() -> None:
         config_from({"model": "gpt2", "lora_confg": {"r": 8}, "trainig_config": {"lr": 1e-4}})
     assert "lora_confg: did you mean 'lora_config' (which is method)" in str(raised.value.hint)
     assert "trainig_config: did you mean 'training_config'" in str(raised.value.hint)
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "bnb_config", "saving", "training.quantization_config"])
+def test_a_number_in_place_of_a_section_is_no_unknown_key(key: str) -> None:
+    with pytest.raises(UsageError, match=f"^{key} is 5, not a section of keys and values"):
+        canonical({key: 5})

@@ -222,3 +222,12 @@ def test_a_folder_of_another_program_is_never_replaced(tmp_path: Path) -> None:
 def test_a_full_disk_is_understood_in_the_words_of_every_safetensors(said: str, tmp_path: Path) -> None:
     error = type("SafetensorError", (Exception,), {})(said)
     assert why_not_written(error, tmp_path) == "No space left on device"
+
+
+def test_a_resumed_run_has_the_losses_and_weights_of_an_undisturbed_one(tmp_path: Path) -> None:
+    whole, _ = run(tmp_path, output_dir=str(tmp_path / "whole"))
+    again, events = run(tmp_path, output_dir=str(tmp_path / "again"), resume_from=str(tmp_path / "whole" / "step_2"))
+    assert again.first_step == 2
+    assert again.losses == whole.losses
+    assert same(tmp_path / "whole" / "step_4", tmp_path / "again" / "step_4")
+    assert [event.step for event in events if event.kind == "step"] == [3, 4]

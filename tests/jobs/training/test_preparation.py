@@ -260,3 +260,17 @@ def test_a_damaged_identity_is_one_error(tmp_path: Path) -> None:
     (made / "memfit_checkpoint.json").write_text("{")
     with pytest.raises(InputError, match="cannot read"):
         check_checkpoint(made, job)
+
+
+@pytest.mark.parametrize(("source", "said"), [
+    ("nowhere.jsonl", r"data\.source: no file 'nowhere\.jsonl'"), ("/nowhere/at/all", "no file '/nowhere/at/all'"),
+    ("what is this?", "is no file and no name of a data set"), ("x" * 5000 + ".jsonl", "no file"),
+])  # fmt: skip
+def test_a_file_that_is_not_there_is_missed_without_a_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, said: str
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    model = ModelConfig(name="Qwen/Qwen2.5-0.5B", cache_dir=str(tmp_path))
+    config = dataclasses.replace(tiny_config(tmp_path, **{"data.source": source}), model=model)
+    with pytest.raises(InputError, match=said):
+        prepare_job(config, to_run=False)

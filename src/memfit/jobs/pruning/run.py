@@ -52,6 +52,7 @@ from memfit.jobs.pruning.settings import PruneSettings, RunOptions
 from memfit.jobs.texts import Texts, find_texts
 from memfit.jobs.workload import Workload
 from memfit.models.checkpoint import WeightStore
+from memfit.models.config_check import PRECISIONS
 from memfit.models.files import Source, bytes_to_fetch, cache_folder, find_source, load_tokenizer, look_at_source
 from memfit.recording.machine import publish, published
 from memfit.recording.memory_log import MemoryLog, predicted_and_measured
@@ -517,14 +518,9 @@ class _PruningRun:
         alone = result.perplexity is None or self.settings.save is not None
         if self.predict is None or self.device.type != "cuda" or self.team.size > 1 or not alone:
             return
-        dtype = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[str(decoder.dtype).removeprefix("torch.")]
+        dtype, gpu = PRECISIONS[str(decoder.dtype).removeprefix("torch.")], str(result.device["name"])
         planned = Planned(
-            settings=self.settings,
-            seqlen=result.seqlen,
-            folder=source.folder,
-            dtype=dtype,
-            budget=self.budget,
-            gpu=str(result.device["name"]),
+            settings=self.settings, seqlen=result.seqlen, folder=source.folder, dtype=dtype, budget=self.budget, gpu=gpu
         )
         result.predicted = self.predict(planned)
         if result.predicted is not None:

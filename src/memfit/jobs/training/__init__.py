@@ -21,6 +21,6 @@ DOOR = {
     "parallel": "is_made_without_memory one_process_of to_device without_reduction",
     "result": "PHASES RunLog TrainEvent TrainResult in_a_line",
     "run": "train",
-    "shapes": "POSITIONS VOCABULARY basics_config gsa_config is_basics model_config number_in shape_of",
+    "shapes": "POSITIONS VOCABULARY basics_config gsa_config model_config number_in shape_of",
 }
 """What other rooms may use, by file."""

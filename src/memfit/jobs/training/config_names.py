@@ -9,6 +9,7 @@ from typing import Any, get_args, get_type_hints
 from memfit.errors import UsageError
 from memfit.jobs.training.config import OF_WORKLOAD, OTHER_WORDS, TrainConfig
 from memfit.jobs.workload import Workload
+from memfit.models.config_check import PRECISIONS
 from memfit.models.presets import GSA_SETTINGS
 
 SETTINGS = "model.settings"
@@ -132,7 +133,7 @@ OF_PACKAGES = {
 }  # fmt: skip
 """The package, whose `optim` has it, and the class there."""
 OPTIMIZERS = {"adamw_8bit": "adamw-8bit", **{theirs: ours for ours, theirs in TRAINER_NAMES.items()}}
-PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
+TYPES = {**PRECISIONS, "half": "fp16", "float": "fp32"}
 
 
 Made = Iterator[tuple[str, Any]]
@@ -167,7 +168,7 @@ def _value(path: str, value: Any) -> Any:
     if path == "optimizer.name" and isinstance(value, str):
         return OPTIMIZERS.get(value, value.replace("_", "-"))
     if path in ("precision", "quant.compute") and isinstance(value, str):
-        return PRECISIONS.get(value.removeprefix("torch."), value)
+        return TYPES.get(value.removeprefix("torch."), value)
     if path == "method.target_modules" and isinstance(value, str):
         value = None if value in ("all", "all-linear") else [part.strip() for part in value.split(",")]
     if path == "memory.offload":

@@ -35,10 +35,10 @@ from memfit.jobs.training.examples import (
 from memfit.jobs.training.foreign_weights import ForeignWeights, check_weights, find_weights, not_a_checkpoint
 from memfit.jobs.training.levers import check_levers, missing_gpu, missing_packages
 from memfit.jobs.training.result import is_written_to
-from memfit.jobs.training.shapes import POSITIONS, VOCABULARY, is_basics, number_in, shape_of
+from memfit.jobs.training.shapes import POSITIONS, VOCABULARY, number_in, shape_of
 from memfit.models.files import Source, find_here, find_source, load_tokenizer
 from memfit.models.gguf import gguf_file
-from memfit.models.presets import is_gsa
+from memfit.models.presets import is_basics, is_gsa
 from memfit.models.registry import resolve
 
 Found = TypeVar("Found")

@@ -8,9 +8,8 @@ from importlib.util import find_spec
 from memfit.errors import UsageError
 from memfit.jobs.training.config import FACTORY, TORCH_ADAMW, TrainConfig
 from memfit.jobs.training.config_names import OF_PACKAGES
-from memfit.jobs.training.shapes import is_basics
 from memfit.jobs.workload import Workload
-from memfit.models.presets import is_gsa
+from memfit.models.presets import is_basics, is_gsa
 from memfit.versions import release_of, versions
 
 

@@ -13,7 +13,7 @@ from memfit.errors import UnknownName, UsageError
 from memfit.jobs.training.config import FACTORY, ModelConfig
 from memfit.models.config_check import read_config
 from memfit.models.files import Source
-from memfit.models.presets import BASICS, GSA_SIZES, LATER_SIZES, SIZES, BasicsConfig, is_gsa
+from memfit.models.presets import BASICS, GSA_SIZES, LATER_SIZES, SIZES, BasicsConfig, is_basics, is_gsa
 
 VOCABULARY = ("vocab_size",)
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "context_length")
@@ -23,10 +23,6 @@ NOT_SHAPE = (
     "output_attentions", "return_dict", "id2label", "label2id", "problem_type", "is_encoder_decoder",
 )  # fmt: skip
 """What a config.json holds beside the architecture, and GSA's `path`, which changes no weight."""
-
-
-def is_basics(name: str) -> bool:
-    return name.lower() == BASICS or name.lower().startswith(f"{BASICS}-")
 
 
 def gsa_config(model: ModelConfig) -> Any:
