@@ -111,18 +111,7 @@ def _prepared(workload: Workload, layers: int | None) -> Prepared:
 
     if workload.trains:
         check_offload(workload, setting="--offload")
-    source = workload.source
-    if not workload.is_quantised:
-        refuse_stored(source.kind, source.target, workload.model)
-    model = build_model(
-        source,
-        dtype=DTYPES[workload.weight_precision],
-        attention=workload.attention,
-        layers=layers,
-        use_cache=workload.kind == "generate" or workload.use_cache,
-        head=HEAD_NAMES[workload.head] if workload.head else None,
-    )
-    model.to(torch.get_default_device())  # `torch.normal`, for one, does not ask which that is
+    source, model = workload.source, _base_model(workload, layers)
     head = workload.other_head
     workload, given = _with_what_it_reads(workload, head, model)
     _check_positions(model, workload, head)
@@ -162,6 +151,22 @@ def _prepared(workload: Workload, layers: int | None) -> Prepared:
         workload=workload, model=model, name=source.name, vocab_size=_vocab_size(model), parameters=parameters,
         notes=notes, head=head, loop=choose_loop(workload)
     )  # fmt: skip
+
+
+def _base_model(workload: Workload, layers: int | None) -> nn.Module:
+    source = workload.source
+    if not workload.is_quantised:
+        refuse_stored(source.kind, source.target, workload.model)
+    model = build_model(
+        source,
+        dtype=DTYPES[workload.weight_precision],
+        attention=workload.attention,
+        layers=layers,
+        use_cache=workload.kind == "generate" or workload.use_cache,
+        head=HEAD_NAMES[workload.head] if workload.head else None,
+    )
+    model.to(torch.get_default_device())  # `torch.normal`, for one, does not ask which that is
+    return model
 
 
 def _quantised(model: nn.Module, workload: Workload, head: Head | None) -> tuple[Workload, tuple[str, ...]]:

@@ -156,7 +156,7 @@ def allocator_counts(device: int | None = None) -> AllocatorCounts:
     counts: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict(device)
     both = [counts.get(name, {}).get("all", {}) for name in ("allocated_bytes", "reserved_bytes")]
     figures = [int(each.get(figure, 0)) for figure in ("current", "peak") for each in both]
-    return AllocatorCounts(*figures, int(counts.get("num_alloc_retries", 0)))
+    return AllocatorCounts._make([*figures, int(counts.get("num_alloc_retries", 0))])
 
 
 class CudaMemory:

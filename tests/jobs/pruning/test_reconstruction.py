@@ -102,10 +102,3 @@ def test_a_learning_rate_that_is_far_too_high_is_an_error_and_leaves_the_weights
     with pytest.raises(InputError, match="ran away"):
         reconstruct_(weights, masks, forward, lambda: batches_of(dense, torch.float32), STEPS)
     assert all(torch.equal(weights[name], before[name]) for name in weights)
-
-
-def test_fewer_batches_than_announced_are_not_taken_silently() -> None:
-    dense = block()
-    weights, masks = pruned(dense)
-    with pytest.raises(ValueError, match="0 batches came where 30 were announced"):
-        reconstruct_(weights, masks, lambda w, x: x, list, STEPS)

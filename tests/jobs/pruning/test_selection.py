@@ -248,9 +248,6 @@ def test_parts_stay_within_the_scratch_and_are_one_row_at_least() -> None:
 @pytest.mark.parametrize(
     ("prune", "message"),
     [
-        (lambda w: prune_groups_(w, Magnitude(), 2, 4), "6 columns cannot be cut into groups of 4"),
-        (lambda w: prune_rows_(w, Magnitude(), 7), "cannot remove 7 of 6 weights"),
-        (lambda w: prune_matrix_(w, 13), "cannot remove 13 of 12 weights"),
         (lambda w: prune_rows_(w.double(), Magnitude(), 2), "cannot prune a 2-D float64 weight"),
         (lambda w: prune_groups_(w.view(2, 3, 2), Magnitude(), 1, 3), "cannot prune a 3-D float32 weight"),
     ],

@@ -118,7 +118,6 @@ def removals(size: int, ratio: float) -> int:
 def prune_rows_(weight: Tensor, scorer: Scorer, k: int) -> None:
     """Remove the k lowest of each row (Wanda, and RIA by rows)."""
     columns = weight.shape[1]
-    _check_count(k, columns)
     if 0 < k < columns:
         for rows in parts_of_rows(weight, max(scorer.bytes_per_weight, 16), SCRATCH_BYTES):
             rows.masked_fill_(lowest_in_rows(scorer(rows), k), 0)
@@ -157,8 +156,6 @@ def _below_and_first_ties(scores: Tensor, threshold: Tensor, k: int) -> Tensor:
 
 def prune_groups_(weight: Tensor, scorer: Scorer, removed: int, group: int) -> None:
     """Remove the `removed` lowest of each `group` consecutive columns of a row (N:M)."""
-    check_groups(weight.shape[1], group)
-    _check_count(removed, group)
     if 0 < removed < group:
         least = 8 if group <= LONGEST_COMPARED_GROUP else 16
         for rows in parts_of_rows(weight, max(scorer.bytes_per_weight, least), SCRATCH_BYTES):
@@ -197,7 +194,6 @@ def prune_matrix_(weight: Tensor, count: int) -> None:
 
     The order of magnitudes is the order of their bits, so counting bits finds the threshold without a sort.
     """
-    _check_count(count, weight.numel())
     if count == weight.numel():
         weight.zero_()
     elif count:
@@ -338,11 +334,6 @@ def _row_thresholds(ordered: Tensor, alphas: Tensor) -> Tensor:
     within = torch.searchsorted(sums, sums[:, -1:] * alphas, right=True)
     threshold = ordered.gather(1, (within - 1).clamp_(min=0))
     return threshold.masked_fill_(within == 0, -1.0)
-
-
-def _check_count(count: int, most: int) -> None:
-    if not 0 <= count <= most:
-        raise InputError(f"cannot remove {count:,} of {most:,} weights")
 
 
 # -- what has no order -------------------------------------------------------------------------------------------------

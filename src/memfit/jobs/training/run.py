@@ -110,8 +110,21 @@ class Following:
         self.phases.reached(phase, step, micro_step)
         if self.stop_request.came and not self._said_to_stop:
             self._said_to_stop = True
-            text = f"asked to stop: step {step} is finished and saved first; asked again, it stops at once"
-            self.say(kind="note", text=text)
+            self.noted(f"asked to stop: step {step} is finished and saved first; asked again, it stops at once")
+
+    def noted(self, text: str) -> None:
+        self.say(kind="note", text=text)
+
+    def halved(self, event: HalvedStep) -> None:
+        self.say(kind="out-of-memory", step=event.step, text=event.in_words(), details=dataclasses.asdict(event))
+
+    def probed(self, longest: int) -> None:
+        self.watch.sample(0, tokens=longest, longest=longest)
+        text = f"the longest rows, {longest:,} tokens, went through two steps of the optimizer"
+        self.say(kind="probe", text=text, gpu_peak_bytes=self.watch.peak_bytes)
+        self.mark("04_probed")
+        self.watch.forget()
+        self.probing = False
 
     def start(self, step: int) -> None:
         self.began = self._logged_at = time.perf_counter()
@@ -285,27 +298,12 @@ def _run(job: TrainJob, following: Following) -> tuple[Any, float]:
     following.trained_bytes = sum(each.nbytes for each in model.parameters() if each.requires_grad)
     following.probing = job.config.memory.probe
 
-    def halved(event: HalvedStep) -> None:
-        details = dataclasses.asdict(event)
-        following.say(kind="out-of-memory", step=event.step, text=event.in_words(), details=details)
-
-    def probed(longest: int) -> None:
-        following.watch.sample(0, tokens=longest, longest=longest)
-        peak = following.watch.peak_bytes
-        text = f"the longest rows, {longest:,} tokens, went through two steps of the optimizer"
-        following.say(kind="probe", text=text, gpu_peak_bytes=peak)
-        following.mark("04_probed")
-        following.watch.forget()
-        following.probing = False
-
     if not loads_to_gpu:
         following.phases.begin()
-
-    def noted(text: str) -> None:
-        following.say(kind="note", text=text)
-
-    told: dict[str, Any] = {"on_halved": halved, "on_probed": probed, "on_reached": following.reached}
-    trainer = MemfitTrainer(job, model, args, on_note=noted, **told)
+    trainer = MemfitTrainer(
+        job, model, args, on_halved=following.halved, on_probed=following.probed, on_reached=following.reached,
+        on_note=following.noted,
+    )  # fmt: skip
     following.phases.reached("end")
     following.mark("03_model_loaded")
     trainer.remove_callback(PrinterCallback)
