@@ -14,7 +14,7 @@ from memfit.errors import UsageError
 from memfit.fitting.levers import levers_for
 from memfit.jobs.settings import ADAPTERS, NO_RANK, NO_TARGETS, peft_type
 from memfit.jobs.workload import Workload
-from memfit.models.images import picture, size_of
+from memfit.models.heads import picture, size_of
 
 LOGITS = 4 * 128 * 512 * 2
 """Of the small model: rows, tokens, words, bytes of bf16."""

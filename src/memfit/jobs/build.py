@@ -30,9 +30,8 @@ from memfit.jobs.training.offload import use_block_levers
 from memfit.jobs.training.parallel import is_made_without_memory
 from memfit.jobs.training.shapes import model_config
 from memfit.jobs.workload import Workload
-from memfit.models.config_check import HEAD_NAMES, Head, as_language_model
 from memfit.models.files import first_line
-from memfit.models.images import picture
+from memfit.models.heads import HEAD_NAMES, Head, as_language_model, picture
 from memfit.models.presets import is_basics
 from memfit.models.registry import build_from_config, build_model, language_model, parameter_count, source_notes
 from memfit.models.stored_weights import refuse_stored

@@ -26,7 +26,7 @@ from memfit.jobs.quantised import DTYPES
 from memfit.jobs.training.optimizers import optimizer_of
 from memfit.jobs.training.parallel import one_process_of, to_device, without_reduction
 from memfit.jobs.workload import Workload
-from memfit.models.images import picture
+from memfit.models.heads import picture
 from memfit.models.registry import block_list
 
 LEARNING_RATE = 1e-4

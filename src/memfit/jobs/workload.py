@@ -51,7 +51,7 @@ from memfit.jobs.together import (
     refuse_unused,
     unused,
 )
-from memfit.models.config_check import HEAD_NAMES, Head
+from memfit.models.heads import HEAD_NAMES, Head
 from memfit.models.registry import ModelSource, head_named, resolve
 from memfit.models.stored_weights import StoredWeights, stored_weights
 from memfit.units import parse_bytes

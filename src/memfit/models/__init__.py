@@ -5,16 +5,14 @@ from __future__ import annotations
 DOOR = {
     "basics": "BasicsSettings",
     "checkpoint": "INDEX MissingWeights StoredTensor WEIGHTS WeightStore read_header",
-    "config_check": (
-        "HEAD_NAMES Head MAX_FILE_BYTES MAX_LAYERS PRECISIONS as_language_model read_config without_doubles"
-    ),
+    "config_check": "MAX_FILE_BYTES MAX_LAYERS PRECISIONS read_config without_doubles",
     "files": (
         "NotHere Source bytes_to_fetch cache_folder find_here find_source find_tokenizer_here first_line "
         "load_tokenizer look_at_source tokenizer_folder why_no_hub"
     ),
     "gguf": "gguf_file",
     "gsa": "GsaConfig GsaForCausalLM",
-    "images": "picture",
+    "heads": "HEAD_NAMES Head as_language_model picture",
     "presets": (
         "BASICS BasicsConfig GATHER GSA_SETTINGS GSA_SIZES GSA_TYPE LATER_SIZES Preset SIZES encoders find_preset "
         "is_basics is_gsa presets variants"

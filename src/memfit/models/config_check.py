@@ -17,7 +17,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from memfit.errors import InputError
 from memfit.units import MiB, format_bytes
@@ -255,87 +255,3 @@ def show(value: object) -> str:
     """A value from a file for an error message: quoted, escaped, not too long."""
     text = json.dumps(value, default=str) if not isinstance(value, str) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-MAX_LABELS = 1 << 16
-USUAL_LABELS = 2
-"""As transformers has it where a file says nothing."""
-PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
-LANGUAGE_MODELS = ("ForCausalLM", "ForMaskedLM", "LMHeadModel", "ModelWithLMHead")
-Reads = Literal["text", "text to text", "pictures", "pictures and text"]
-
-
-@dataclass(frozen=True)
-class Head:
-    auto: str
-    """The class of transformers that finds the model."""
-    task: str | None = None
-    """As peft calls it, where it has a word for it."""
-    reads: Reads = "text"
-    learns: bool = True
-    """Whether there is anything to train on."""
-    labels: bool = False
-    """Whether its size is a number of labels."""
-
-
-TEXT_TO_TEXT = Head("AutoModelForSeq2SeqLM", "SEQ_2_SEQ_LM", "text to text")
-PICTURES_AND_TEXT = Head("AutoModelForImageTextToText", "CAUSAL_LM", "pictures and text")
-HEADS = {
-    "ForSequenceClassification": Head("AutoModelForSequenceClassification", "SEQ_CLS", labels=True),
-    "ForTokenClassification": Head("AutoModelForTokenClassification", "TOKEN_CLS", labels=True),
-    "ForQuestionAnswering": Head("AutoModelForQuestionAnswering", "QUESTION_ANS"),
-    "ForImageClassification": Head("AutoModelForImageClassification", None, "pictures", labels=True),
-    "ForConditionalGeneration": TEXT_TO_TEXT,
-    "MTModel": TEXT_TO_TEXT,
-    "Model": Head("AutoModel", learns=False),
-}
-HEAD_NAMES: dict[str, Head] = {
-    "causal-lm": Head("AutoModelForCausalLM", "CAUSAL_LM"),
-    "masked-lm": Head("AutoModelForMaskedLM"),
-    "seq2seq-lm": TEXT_TO_TEXT,
-    "sequence-classification": HEADS["ForSequenceClassification"],
-    "token-classification": HEADS["ForTokenClassification"],
-    "question-answering": HEADS["ForQuestionAnswering"],
-    "image-classification": HEADS["ForImageClassification"],
-}
-"""As `--head` has them, whatever `architectures` says."""
-
-
-def class_named(data: Mapping[str, Any]) -> str | None:
-    named = data.get("architectures")
-    return named[0] if isinstance(named, list) and named and isinstance(named[0], str) else None
-
-
-def head_of(data: Mapping[str, Any], where: str) -> Head | None:
-    """None is a language model's."""
-    name = class_named(data)
-    if isinstance(data.get("vision_config"), dict) and (name is None or name.endswith("ForConditionalGeneration")):
-        return PICTURES_AND_TEXT
-    if name is None or name.endswith(LANGUAGE_MODELS):
-        both = data.get("is_encoder_decoder") is True and not (name or "").endswith("ForCausalLM")
-        return TEXT_TO_TEXT if both else None
-    for ending, head in HEADS.items():
-        if name.endswith(ending):
-            return head
-    raise InputError(f"{where}: memfit cannot plan a {show(name)} ('architectures')", hint=as_language_model(name))
-
-
-def as_language_model(name: str) -> str:
-    stem = next((name.removesuffix(ending) for ending in HEADS if name.endswith(ending)), name.partition("For")[0])
-    return f'to plan the language model give a copy of config.json with "architectures": ["{stem}ForCausalLM"]'
-
-
-def labels_of(data: Mapping[str, Any], where: str) -> int:
-    names, count = data.get("id2label"), data.get("num_labels", USUAL_LABELS)
-    labels = len(names) if isinstance(names, dict) and names else count
-    if isinstance(labels, bool) or not isinstance(labels, int) or not 1 <= labels <= MAX_LABELS:
-        raise InputError(f"{where}: 'num_labels' is {show(labels)}, not a whole number from 1 to {MAX_LABELS:,}")
-    return labels
-
-
-def problem_of(data: Mapping[str, Any], where: str) -> Any:
-    """What the labels are like; None leaves it to their number and type."""
-    said = data.get("problem_type")
-    if said is not None and said not in PROBLEMS:
-        raise InputError(f"{where}: 'problem_type' is {show(said)}, not one of {', '.join(PROBLEMS)}")
-    return said

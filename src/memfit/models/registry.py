@@ -26,25 +26,27 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from memfit.errors import InputError, MemfitError, UnknownName, UsageError
 from memfit.models.config_check import (
-    HEAD_NAMES,
-    LANGUAGE_MODELS,
     MAX_LAYERS,
     MAX_WEIGHT_ELEMENTS,
     PRECISIONS,
-    TEXT_TO_TEXT,
     ConfigFamily,
-    Head,
     check_config,
-    class_named,
-    head_of,
-    labels_of,
     model_type_of,
     one_line,
-    problem_of,
     read_config,
     show,
 )
-from memfit.models.images import FAMILIES as PICTURE_FAMILIES
+from memfit.models.heads import (
+    HEAD_NAMES,
+    LANGUAGE_MODELS,
+    PICTURE_FAMILIES,
+    TEXT_TO_TEXT,
+    Head,
+    class_named,
+    head_of,
+    labels_of,
+    problem_of,
+)
 from memfit.models.presets import BASICS, GSA_TYPE, find_preset, presets
 
 if TYPE_CHECKING:

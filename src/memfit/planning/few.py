@@ -32,7 +32,7 @@ from memfit.jobs.settings import BEYOND_BLOCKS
 from memfit.jobs.stored import as_stored
 from memfit.jobs.training.optimizers import managed_bytes
 from memfit.jobs.workload import Workload
-from memfit.models.config_check import HEAD_NAMES
+from memfit.models.heads import HEAD_NAMES
 from memfit.models.registry import ModelSource, block_list, build_model, load_config, parameter_count
 from memfit.planning.on_trace import STEPS, steps_of, trace_job
 from memfit.planning.padded import larger_of_two

@@ -42,7 +42,7 @@ from memfit.extrapolation.streams import (
     stream_of,
 )
 from memfit.jobs.workload import Workload
-from memfit.models.config_check import HEAD_NAMES
+from memfit.models.heads import HEAD_NAMES
 from memfit.models.registry import ModelSource, head_named, load_config
 from memfit.planning.cache import identity
 from memfit.planning.traced import HOST, Part, Recipe, TraceRecord, label, parts_of, recording_traces
