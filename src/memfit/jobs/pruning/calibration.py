@@ -1,14 +1,9 @@
-"""Calibration windows as the published code draws them, and a look for weights that are not finite.
+"""Calibration windows as the published code draws them.
 
 WikiText-2 and other running text: everything joined with one space and tokenised once; each window starts at a place
 drawn by `randint(0, tokens - length - 1)`. C4: documents are drawn until one is longer than the window, then the start
 within it. The generator is Python's `random`, seeded once. Windows are full: no padding, no special tokens but those
 that the tokenizer put there, no regard for the ends of documents.
-
-NaN and infinite weights are found before any work, by one look at the files. A number is not finite exactly if all bits
-of its exponent are set, which needs no arithmetic. A model of more than a few GiB is not looked through beforehand, for
-reading it twice would take as long as the work; there each block is checked when its turn comes, and what was done
-before it is kept.
 """
 
 from __future__ import annotations
@@ -23,8 +18,6 @@ import torch
 
 from memfit.errors import InputError
 from memfit.jobs.texts import Texts
-from memfit.models.checkpoint import StoredTensor, WeightStore
-from memfit.units import GiB, MiB
 from memfit.versions import recorded_version
 
 ENOUGH_TRIES = 1000
@@ -158,38 +151,3 @@ class _Documents:
 def too_short(texts: Texts, tokens: int, needs: str) -> InputError:
     why = f"--dataset {texts.name}: its {texts.split} text has only {tokens:,} tokens; {needs}"
     return InputError(f"{why} ({texts.origin})", hint="a shorter --seqlen or more text")
-
-
-LOOK_UP_TO = 8 * GiB
-PIECE = 32 * MiB
-EXPONENTS = {
-    "F64": (torch.int64, 0x7FF << 52), "F32": (torch.int32, 0xFF << 23), "F16": (torch.int16, 0x1F << 10),
-    "BF16": (torch.int16, 0xFF << 7),
-}  # fmt: skip
-
-
-def check_files(weights: WeightStore) -> None:
-    """Raises for the first tensor with such a value, unless the files are too large to be read twice."""
-    tensors = [tensor for tensor in weights.stored.values() if tensor.dtype in EXPONENTS]
-    if sum(tensor.nbytes for tensor in tensors) > LOOK_UP_TO:
-        return
-    for tensor in tensors:
-        bad = _not_finite(weights, tensor)
-        if bad:
-            path = weights.files[tensor.file].path
-            raise InputError(
-                f"weight '{tensor.name}' has {bad:,} values that are NaN or infinite ({path})",
-                hint="the checkpoint is damaged, or its training had diverged; nothing was written",
-            )
-
-
-def _not_finite(weights: WeightStore, tensor: StoredTensor) -> int:
-    kind, exponent = EXPONENTS[tensor.dtype]
-    room, bad = bytearray(min(PIECE, tensor.nbytes)), 0
-    for start in range(0, tensor.nbytes, PIECE):
-        part = memoryview(room)[: min(PIECE, tensor.nbytes - start)]
-        weights.read_into(tensor.name, part, start)
-        found = torch.frombuffer(part, dtype=kind) & exponent
-        if int(found.max()) == exponent:
-            bad += int(found.eq(exponent).sum())
-    return bad

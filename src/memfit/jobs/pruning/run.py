@@ -30,7 +30,7 @@ from memfit.errors import InputError, RanOut, UsageError
 from memfit.jobs.host import cause_of, is_out_of_memory, on_the_host
 from memfit.jobs.listener import Listener
 from memfit.jobs.pruning import evaluation, saved_runs
-from memfit.jobs.pruning.calibration import Windows, calibration_windows, check_files
+from memfit.jobs.pruning.calibration import Windows, calibration_windows
 from memfit.jobs.pruning.decoder import Decoder, read_settings
 from memfit.jobs.pruning.engine import Engine
 from memfit.jobs.pruning.evaluation import OnWindow, evaluation_windows, perplexity_of_model, perplexity_of_states
@@ -48,6 +48,7 @@ from memfit.jobs.pruning.result import (
     write_result,
 )
 from memfit.jobs.pruning.saved_runs import absolute, check_room, is_same_disk, writing_to
+from memfit.jobs.pruning.selection import check_files
 from memfit.jobs.pruning.settings import PruneSettings, RunOptions
 from memfit.jobs.texts import Texts, find_texts
 from memfit.jobs.workload import Workload

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from memfit.errors import InputError
-from memfit.units import MiB
+from memfit.models.checkpoint import StoredTensor, WeightStore
+from memfit.units import GiB, MiB
 
 SCRATCH_BYTES = 32 * MiB
 """What pruning may use beside weights and statistics, whatever the size of a matrix (one row is the least)."""
@@ -337,6 +338,45 @@ def _row_thresholds(ordered: Tensor, alphas: Tensor) -> Tensor:
 
 
 # -- what has no order -------------------------------------------------------------------------------------------------
+
+
+LOOK_UP_TO = 8 * GiB
+PIECE = 32 * MiB
+EXPONENTS = {
+    "F64": (torch.int64, 0x7FF << 52), "F32": (torch.int32, 0xFF << 23), "F16": (torch.int16, 0x1F << 10),
+    "BF16": (torch.int16, 0xFF << 7),
+}  # fmt: skip
+
+
+def check_files(weights: WeightStore) -> None:
+    """Raises for the first tensor with NaN or infinity, before any work, by one look at the files.
+
+    A number is not finite exactly if all bits of its exponent are set, which needs no arithmetic. A model of more than
+    a few GiB is not looked through beforehand, for reading it twice would take as long as the work; there each block is
+    checked when its turn comes, and what was done before it is kept."""
+    tensors = [tensor for tensor in weights.stored.values() if tensor.dtype in EXPONENTS]
+    if sum(tensor.nbytes for tensor in tensors) > LOOK_UP_TO:
+        return
+    for tensor in tensors:
+        bad = _not_finite(weights, tensor)
+        if bad:
+            path = weights.files[tensor.file].path
+            raise InputError(
+                f"weight '{tensor.name}' has {bad:,} values that are NaN or infinite ({path})",
+                hint="the checkpoint is damaged, or its training had diverged; nothing was written",
+            )
+
+
+def _not_finite(weights: WeightStore, tensor: StoredTensor) -> int:
+    kind, exponent = EXPONENTS[tensor.dtype]
+    room, bad = bytearray(min(PIECE, tensor.nbytes)), 0
+    for start in range(0, tensor.nbytes, PIECE):
+        part = memoryview(room)[: min(PIECE, tensor.nbytes - start)]
+        weights.read_into(tensor.name, part, start)
+        found = torch.frombuffer(part, dtype=kind) & exponent
+        if int(found.max()) == exponent:
+            bad += int(found.eq(exponent).sum())
+    return bad
 
 
 def check_finite(tensors: Mapping[str, Tensor]) -> None:
