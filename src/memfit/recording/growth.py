@@ -21,7 +21,7 @@ from itertools import accumulate, combinations
 from statistics import correlation, median
 from typing import Any, Literal
 
-from memfit.recording.sampler import HostSource, ProcessMemory, allocator_counts
+from memfit.recording.sampler import ProcessMemory, allocator_counts
 from memfit.units import format_bytes
 
 Kind = Literal["none", "leak", "long-batches", "fragmentation", "host-growth"]
@@ -67,11 +67,11 @@ class MemoryGrowth:
 class GrowthWatch:
     """Samples of one process. It resets torch's peak counter at each reading; `peak_bytes` is that of all of them."""
 
-    def __init__(self, *, gpu: bool | None = None, host: HostSource | None = None) -> None:
+    def __init__(self, *, gpu: bool | None = None) -> None:
         import torch
 
         self._gpu = torch.cuda.is_available() if gpu is None else gpu
-        self._host = host or ProcessMemory()
+        self._host = ProcessMemory()
         self.samples: list[StepReading] = []
         self.peak_bytes: int | None = None
         self.reserved_bytes: int | None = None

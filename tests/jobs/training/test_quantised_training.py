@@ -140,9 +140,10 @@ def test_what_no_machine_could_run_is_refused(tmp_path: Path, changes: dict[str,
         prepare_job(config_from(tiny(tmp_path, **changes)), to_run=False)
 
 
-def test_several_processes_are_refused(tmp_path: Path) -> None:
+def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="quant nf4 does not go with several processes"):
-        prepare_job(config_from(tiny(tmp_path)), world_size=2, to_run=False)
+        prepare_job(config_from(tiny(tmp_path)), to_run=False)
 
 
 def found_package(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:

@@ -163,8 +163,11 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path, changes: dict[str, Any],
         run(tmp_path, **changes)
 
 
-def test_of_the_refusals_all_but_the_model_s_own_come_before_anything_is_built(tmp_path: Path) -> None:
+def test_of_the_refusals_all_but_the_model_s_own_come_before_anything_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(UsageError, match="wandb needs"):
         tiny_job(tmp_path, **{"logging.wandb": True})
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="fsdp2 needs GPUs"):
-        prepare_job(config_from(document(tmp_path, parallel="fsdp2"), name="tiny"), world_size=2)
+        prepare_job(config_from(document(tmp_path, parallel="fsdp2"), name="tiny"))

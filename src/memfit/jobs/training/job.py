@@ -119,16 +119,14 @@ class TrainJob:
         ]
 
 
-def prepare_job(
-    config: TrainConfig, *, world_size: int | None = None, say: Callable[[str], None] | None = None, to_run: bool = True
-) -> TrainJob:
+def prepare_job(config: TrainConfig, *, say: Callable[[str], None] | None = None, to_run: bool = True) -> TrainJob:
     """Under torchrun the number of processes is in WORLD_SIZE. Nothing is written yet.
 
     Where the job is only planned (`to_run=False`) nothing is fetched but a tokenizer, and what a run would need of this
     machine is a note."""
     needs = MachineNeeds(to_run)
     has_source = needs.met(lambda: source_of(config.data)) is not None
-    batch = resolve_batch(config.batch, _processes(config, world_size, needs))
+    batch = resolve_batch(config.batch, _processes(config, needs))
     output_dir = Path(os.path.abspath(os.path.expanduser(config.output_dir)))
     beginning = needs.met(lambda: find_beginning(config, output_dir))
     resume_from, start_from = beginning or (None, None)
@@ -199,9 +197,7 @@ class MachineNeeds:
             self.notes.append(f"to run it here: {error.message}{hint}")
 
 
-def _processes(config: TrainConfig, world_size: int | None, needs: MachineNeeds) -> int:
-    if world_size is not None:
-        return world_size
+def _processes(config: TrainConfig, needs: MachineNeeds) -> int:
     meant = None if needs.to_run or launched() else processes_meant(config.batch)
     if meant is None or meant == 1:
         return processes()
