@@ -598,7 +598,7 @@ _CHUNKED = _in(
 _CHECKPOINTS = _in("jobs/training/checkpoints.py", "jobs/training/test_checkpoint_identity.py")
 _QUANT = "jobs/training/test_quantised_training.py"
 _KEYS, _KEYS_READ = _in("jobs/training/config.py", _QUANT), _in("jobs/training/config_file.py", _QUANT)
-_NEEDS, _BITS = _in("jobs/training/levers.py", _QUANT), _in("jobs/training/checkpoints.py", _QUANT)
+_NEEDS, _BITS = _in("jobs/training/refusals.py", _QUANT), _in("jobs/training/checkpoints.py", _QUANT)
 
 TRAINING = [
     _OFFLOAD(

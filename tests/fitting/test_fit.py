@@ -18,7 +18,7 @@ from memfit.fitting.fit import Fitted, options
 from memfit.fitting.forecast import ROUNDING, Forecast, Forecasts
 from memfit.fitting.levers import COSTS, apply, levers_for
 from memfit.gpus import find_gpu
-from memfit.jobs.training.levers import check_offload
+from memfit.jobs.training.refusals import check_offload
 from memfit.jobs.workload import Workload
 from memfit.units import gib
 

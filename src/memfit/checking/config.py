@@ -22,7 +22,7 @@ from memfit.jobs.training.checkpoints import check_checkpoint, check_whole, proc
 from memfit.jobs.training.config import TrainConfig
 from memfit.jobs.training.config_file import SECTIONS, canonical, find_config, load_config, parse_yaml
 from memfit.jobs.training.config_names import LOOSE, SECTION_ALIASES
-from memfit.jobs.training.levers import check_levers, missing_gpu, missing_packages
+from memfit.jobs.training.refusals import check_engine, missing_gpu, missing_packages
 from memfit.units import format_bytes, gib
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ SERVED = Line("config", "settings")
 def check_served(situation: Situation) -> Iterator[Finding]:
     """Where there is no GPU, what needs one is meant for another machine: it is said, and no failure."""
     config, processes = situation.config, situation.asked.world_size
-    notes = [*config.notes(), *check_levers(config, world_size=processes), *_of_data(situation)]
+    notes = [*config.notes(), *check_engine(config, world_size=processes), *_of_data(situation)]
     told = [SERVED.warning(note) for note in notes if note not in config.remarks]  # those stand on the line of keys
     here = dataclasses.replace(config, model=dataclasses.replace(config.model, attention="sdpa"))  # it has its own line
     stops = SERVED.failed if situation.runs_here else SERVED.warning

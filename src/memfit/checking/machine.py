@@ -24,7 +24,7 @@ from memfit.checking.situation import VISIBLE, CannotTell, Finding, Line, Situat
 from memfit.environment import CUDA_VARIABLE, NEW_VARIABLE, VARIABLES, exported
 from memfit.errors import InputError, UsageError
 from memfit.gpus import is_size
-from memfit.jobs.training.levers import NEEDS_BITSANDBYTES
+from memfit.jobs.training.refusals import NEEDS_BITSANDBYTES
 from memfit.models.checkpoint import WeightStore
 from memfit.models.files import NotHere, cache_folder
 from memfit.planning.card_here import NOTICEABLE

@@ -25,9 +25,9 @@ from memfit.jobs.together import check_compiled, check_inputs, check_quantised
 from memfit.jobs.training.config import FACTORY, ModelConfig
 from memfit.jobs.training.foreign_weights import load_weights
 from memfit.jobs.training.job import TrainJob
-from memfit.jobs.training.levers import check_offload
 from memfit.jobs.training.offload import use_block_levers
 from memfit.jobs.training.parallel import is_made_without_memory
+from memfit.jobs.training.refusals import check_offload
 from memfit.jobs.training.shapes import model_config
 from memfit.jobs.workload import Workload
 from memfit.models.files import first_line

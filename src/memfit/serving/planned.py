@@ -21,7 +21,7 @@ from memfit.fitting.table import make_table
 from memfit.gpus import find_gpu
 from memfit.jobs.settings import AS_IN_QLORA, QLORA
 from memfit.jobs.training.config_file import as_yaml, config_from
-from memfit.jobs.training.levers import check_offload
+from memfit.jobs.training.refusals import check_offload
 from memfit.jobs.workload import Workload
 from memfit.planning.card_here import unusual_flags
 from memfit.planning.predict import Plan, predict, tracing_more_for

@@ -38,7 +38,7 @@ def reached(trainer: MemfitTrainer, phase: str, step: int, micro_step: int) -> N
 
 
 def shard_on_the_cpu() -> None:
-    import memfit.jobs.training.levers as levers
+    import memfit.jobs.training.refusals as refusals
 
     begin = AcceleratorState.__init__
 
@@ -54,7 +54,7 @@ def shard_on_the_cpu() -> None:
     Accelerator.distributed_type = property(
         lambda self: DistributedType.FSDP if self.state.is_fsdp2 else self.state.distributed_type
     )
-    levers._on_gpu = lambda _: True
+    refusals._on_gpu = lambda _: True
 
 
 if os.environ.get("MEMFIT_TEST_SHARD"):

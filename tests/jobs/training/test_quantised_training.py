@@ -16,7 +16,7 @@ from tiny_run import LLAMA, llama_folder, same
 from training_folder import text_file
 
 from memfit.errors import InputError, UsageError
-from memfit.jobs.training import levers
+from memfit.jobs.training import refusals
 from memfit.jobs.training.checkpoints import check_checkpoint, write_identity
 from memfit.jobs.training.config import TrainConfig, keys_of
 from memfit.jobs.training.config_file import config_from, dump, parse_yaml
@@ -147,8 +147,8 @@ def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def found_package(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
-    monkeypatch.setattr(levers, "find_spec", lambda name: None if version is None else object())
-    monkeypatch.setattr(levers, "versions", lambda: {"bitsandbytes": version})
+    monkeypatch.setattr(refusals, "find_spec", lambda name: None if version is None else object())
+    monkeypatch.setattr(refusals, "versions", lambda: {"bitsandbytes": version})
 
 
 @pytest.mark.parametrize(("version", "said"), [
@@ -164,19 +164,19 @@ def test_a_package_that_is_missing_or_too_old_is_told(
 
 def test_a_machine_without_a_gpu_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found_package(monkeypatch, "0.50.2")
-    monkeypatch.setattr(levers, "_has_gpu", lambda: False)
+    monkeypatch.setattr(refusals, "_has_gpu", lambda: False)
     with pytest.raises(UsageError, match="quant nf4 needs a GPU"):
         prepare_job(config_from(tiny(tmp_path)))
 
 
 def test_a_card_without_bf16_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(levers, "_has_gpu", lambda: True)
+    monkeypatch.setattr(refusals, "_has_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
-    (error,) = levers.missing_gpu(read(), world_size=1)
+    (error,) = refusals.missing_gpu(read(), world_size=1)
     assert error.message == "quant nf4 in bf16: Tesla T4 has no bf16"
     half = read(bf16=None, fp16=True, bnb_4bit_compute_dtype="float16")
-    assert half.workload.weight_precision == "fp16" and list(levers.missing_gpu(half, world_size=1)) == []
+    assert half.workload.weight_precision == "fp16" and list(refusals.missing_gpu(half, world_size=1)) == []
 
 
 def test_a_plan_for_a_card_without_bf16_is_the_same_refusal(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_a_checkpoint_of_other_bits_is_not_continued(tmp_path: Path) -> None:
 def on_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     import transformers
 
-    monkeypatch.setattr(levers, "_only_on_gpus", lambda *_: iter(()))
+    monkeypatch.setattr(refusals, "_only_on_gpus", lambda *_: iter(()))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     shape = {**LLAMA, "hidden_size": 64, "intermediate_size": 128}
     del shape["model_type"], shape["architectures"]

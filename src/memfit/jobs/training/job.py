@@ -33,7 +33,7 @@ from memfit.jobs.training.examples import (
     tokenizer_of_shape,
 )
 from memfit.jobs.training.foreign_weights import ForeignWeights, check_weights, find_weights, not_a_checkpoint
-from memfit.jobs.training.levers import check_levers, missing_gpu, missing_packages
+from memfit.jobs.training.refusals import check_engine, missing_gpu, missing_packages
 from memfit.jobs.training.result import is_written_to
 from memfit.jobs.training.shapes import POSITIONS, VOCABULARY, number_in, shape_of
 from memfit.models.files import Source, find_here, find_source, load_tokenizer
@@ -132,7 +132,7 @@ def prepare_job(config: TrainConfig, *, say: Callable[[str], None] | None = None
     resume_from, start_from = beginning or (None, None)
     if beginning is not None:
         needs.met(lambda: check_output(output_dir, resume_from=resume_from))
-    of_levers = check_levers(config, world_size=batch.world_size)
+    of_engine = check_engine(config, world_size=batch.world_size)
     needs.report([*missing_packages(config), *missing_gpu(config, world_size=batch.world_size)])
     source = _source(config.model, needs, say)
     tokenizer = needs.met(lambda: _tokenizer(config.model, source, say), unless=_named_wrong(config.model))
@@ -146,7 +146,7 @@ def prepare_job(config: TrainConfig, *, say: Callable[[str], None] | None = None
         data = needs.met(lambda: read_training_data(config.data, tokenizer), unless=on_disk)
     if data is not None:
         _check_vocabulary(config, data, shape)
-    notes = [*config.notes(), *of_levers, *(() if data is None else notes_on_data(config, batch, data))]
+    notes = [*config.notes(), *of_engine, *(() if data is None else notes_on_data(config, batch, data))]
     job = TrainJob(
         config=config,
         batch=batch,

@@ -24,8 +24,8 @@ from memfit.jobs.training.config_file import config_from
 from memfit.jobs.training.config_names import OF_PACKAGES
 from memfit.jobs.training.data import made_up_rows
 from memfit.jobs.training.job import TrainJob
-from memfit.jobs.training.levers import has_tensorboard
 from memfit.jobs.training.optimizers import ADAMW, OF_BITSANDBYTES, adamw, by_shapes, trainer_name
+from memfit.jobs.training.refusals import has_tensorboard
 from memfit.jobs.workload import Workload
 from memfit.models.presets import GSA_TYPE
 

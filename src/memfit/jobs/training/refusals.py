@@ -1,4 +1,4 @@
-"""What the engine cannot do, or this machine lacks, is told before a run: a setting is never ignored."""
+"""What is refused before a run: what the engine cannot do, or this machine lacks. A setting is never ignored."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OLDEST_BITSANDBYTES = (0, 46)
 """The oldest that transformers 5 quantises with."""
 
 
-def check_levers(config: TrainConfig, *, world_size: int) -> tuple[str, ...]:
+def check_engine(config: TrainConfig, *, world_size: int) -> tuple[str, ...]:
     """What no machine could run. Notes on what is of no effect here."""
     work = config.workload.with_found(world_size=world_size)
     check_offload(work, setting="memory.offload")
