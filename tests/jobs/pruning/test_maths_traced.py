@@ -21,7 +21,7 @@ from memfit.jobs.pruning.selection import (
     prune_rows_,
     prune_variant_,
 )
-from memfit.jobs.pruning.sparsegpt import Sweeps, prune_with_updates_
+from memfit.jobs.pruning.sparsegpt import ColumnSweeps, prune_with_updates_
 from memfit.jobs.settings import Sparsity
 from memfit.tracing.answers import Answers, Site
 from memfit.tracing.tracer import trace
@@ -104,7 +104,7 @@ def test_products_of_columns_take_the_matrix_alone() -> None:
 @pytest.mark.parametrize("kind", ["unstructured", "2:4"])
 def test_sparsegpt_takes_one_more_hessian_and_the_weights_in_fp32(kind: str) -> None:
     def job(hessian: Tensor, first: Tensor, second: Tensor) -> None:
-        prune_with_updates_([first, second], hessian, Sparsity.parse(kind), sweeps=Sweeps())
+        prune_with_updates_([first, second], hessian, Sparsity.parse(kind), sweeps=ColumnSweeps())
 
     matrix = (torch.bfloat16, (1024, COLUMNS))
     used = beside(job, (torch.float32, (COLUMNS, COLUMNS)), matrix, matrix)
@@ -114,7 +114,7 @@ def test_sparsegpt_takes_one_more_hessian_and_the_weights_in_fp32(kind: str) -> 
 def test_the_three_buffers_of_a_sweep_are_made_once_for_all_matrices_of_a_shape() -> None:
     def blocks(times: int) -> int:
         def job(hessian: Tensor, weight: Tensor) -> None:
-            sweeps = Sweeps()
+            sweeps = ColumnSweeps()
             for _ in range(times):
                 prune_with_updates_([weight], hessian, Sparsity(ratio=0.5), sweeps=sweeps)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from memfit.errors import InputError
 from memfit.jobs.pruning.methods import Gram
-from memfit.jobs.pruning.sparsegpt import Sweeps, prune_with_updates_
+from memfit.jobs.pruning.sparsegpt import ColumnSweeps, prune_with_updates_
 from memfit.jobs.settings import Sparsity
 
 
@@ -145,11 +145,11 @@ def test_values_that_are_not_finite_are_named_before_anything_is_changed() -> No
 
 
 def test_sweeps_are_kept_by_shape_and_the_oldest_go() -> None:
-    sweeps = Sweeps()
+    sweeps = ColumnSweeps()
     cpu = torch.device("cpu")
     first = sweeps.find(4, 3, cpu, None)
     assert sweeps.find(4, 3, cpu, None) is first
     assert sweeps.find(4, 3, cpu, (2, 4)) is not first
-    for rows in range(Sweeps.MOST):
+    for rows in range(ColumnSweeps.MOST):
         sweeps.find(2, rows, cpu, None)
     assert sweeps.find(4, 3, cpu, None) is not first

@@ -33,7 +33,7 @@ from memfit.jobs.pruning.selection import (
     removals,
 )
 from memfit.jobs.pruning.settings import PruneSettings
-from memfit.jobs.pruning.sparsegpt import Sweeps, prune_with_updates_
+from memfit.jobs.pruning.sparsegpt import ColumnSweeps, prune_with_updates_
 from memfit.jobs.settings import Sparsity
 from memfit.units import MiB
 
@@ -105,7 +105,7 @@ class WithUpdates:
     needs_data = True
 
     def __init__(self) -> None:
-        self._sweeps = Sweeps()
+        self._sweeps = ColumnSweeps()
 
     def statistic(self, samples: int, columns: int, device: torch.device) -> Statistic:
         return Gram(samples, columns, device)

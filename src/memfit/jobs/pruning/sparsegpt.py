@@ -38,7 +38,7 @@ def prune_with_updates_(
     *,
     names: Sequence[str] = (),
     block: int = BLOCK,
-    sweeps: Sweeps | None = None,
+    sweeps: ColumnSweeps | None = None,
 ) -> tuple[str, ...]:
     """Prune matrices [rows, columns] that share an input, in place, by a ratio or by groups of columns. The kept
     weights make up for those that go. `hessian` is used up. What should be known of it is given back.
@@ -54,7 +54,7 @@ def prune_with_updates_(
     hessian.diagonal().masked_fill_(dead, 1.0)
     stacked.masked_fill_(dead.unsqueeze(1), 0.0)
     warnings = _factorise_(hessian, names)
-    _sweep_(stacked, hessian, bounds, sparsity, block, sweeps or Sweeps())
+    _sweep_(stacked, hessian, bounds, sparsity, block, sweeps or ColumnSweeps())
     for weight, (start, end) in zip(weights, pairwise(bounds), strict=True):
         weight.copy_(stacked[:, start:end].mT)
     return warnings
@@ -101,7 +101,7 @@ def _succeeded(info: Tensor) -> bool:
 
 
 def _sweep_(
-    stacked: Tensor, factor: Tensor, bounds: Sequence[int], sparsity: Sparsity, block: int, sweeps: Sweeps
+    stacked: Tensor, factor: Tensor, bounds: Sequence[int], sparsity: Sparsity, block: int, sweeps: ColumnSweeps
 ) -> None:
     (columns, rows), groups = stacked.shape, sparsity.groups
     diagonal = factor.diagonal().clone().unsqueeze(1)
@@ -190,7 +190,7 @@ class ColumnSweep:
         return graph
 
 
-class Sweeps:
+class ColumnSweeps:
     """Column sweeps by shape, the latest few."""
 
     MOST = 16
