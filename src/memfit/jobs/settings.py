@@ -326,13 +326,12 @@ def _types() -> dict[str, Any]:
     return get_type_hints(Settings)
 
 
-# -- how it is spelled -------------------------------------------------------------------------------------------------
-
-
 def kinds_that_read(names: Collection[str]) -> list[str]:
     """Kinds of jobs that have all these settings."""
     return [kind for kind in KINDS if all(kind in READ_BY.get(name, KINDS) for name in names)]
 
+
+# -- how it is spelled -------------------------------------------------------------------------------------------------
 
 ALIASES = {"seq_len": ("seqlen", "context_length"), "method": ("prune_method",), "sparsity": ("sparsity_ratio",)}
 """Other names that people know a setting by, on the command line and in a line of `plan batch`."""
@@ -398,6 +397,19 @@ def as_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def peft_type(adapter: str) -> str:
+    """As peft calls it: DoRA is a LoRA whose config says so."""
+    others = {"dora": "LORA", "prefix": "PREFIX_TUNING", "prompt": "PROMPT_TUNING"}
+    return others.get(adapter, adapter.replace("-", "_").upper())
+
+
+# -- how much is pruned ------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sparsity:
     """How much is removed. With a group it is `removed` of each `group` consecutive columns of a row, else `ratio` of
@@ -459,13 +471,3 @@ class Sparsity:
         """Another count for one block; none and all are possible here."""
         assert self.group is not None
         return dataclasses.replace(self, removed=removed, ratio=removed / self.group)
-
-
-def flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def peft_type(adapter: str) -> str:
-    """As peft calls it: DoRA is a LoRA whose config says so."""
-    others = {"dora": "LORA", "prefix": "PREFIX_TUNING", "prompt": "PROMPT_TUNING"}
-    return others.get(adapter, adapter.replace("-", "_").upper())

@@ -27,8 +27,6 @@ from memfit.units import MiB
 SLAB = 256 * MiB
 ALIGNED = 512
 MakeHost = Callable[[torch.device, str], HostMemory]
-
-
 _makers: list[MakeHost] = [lambda device, lever: HostMemory(device)]
 
 
