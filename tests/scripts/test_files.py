@@ -180,6 +180,19 @@ note(step=found["step"], ids=torch.load(kept).tolist(), host=host, gpu=gpu, wher
     assert not (tmp_path / "c.pt").exists()
 
 
+def test_labels_and_edges_in_a_file_are_known_and_decide_sizes(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    import torch
+
+    graph = """
+kept = torch.load("graph.pt")
+classes = int(kept["labels"].max()) + 1
+note(classes=classes, held=(torch.zeros(classes, device="cuda") + kept["labels"].cuda().max()).shape[0])
+"""
+    torch.save({"labels": torch.arange(5000) % 7, "x": torch.zeros(5000, 8)}, tmp_path / "graph.pt")
+    told, _ = run(graph)
+    assert told == {"classes": 7, "held": 7}
+
+
 @pytest.mark.parametrize(
     ("where", "share"), [("'cpu'", 0), ("'cuda'", 1), ("lambda s, _: s", 0), ("{'cpu': 'cuda:0'}", 1)]
 )

@@ -24,10 +24,13 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.tracing.own_code import OwnCodeTracer
+from memfit.tracing.values import MOST_NUMBERS
 
 Tensor = torch.Tensor
 SMALL_BYTES = 1 << 14
-"""So much is read as it is: ids, positions, a table of frequencies."""
+"""So much is read as it is: positions, a table of frequencies."""
+IDS = (torch.int64, torch.bool)
+"""Ids, labels, edges and masks are data, which decides shapes; weights, also packed ones, have other types."""
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -335,10 +338,10 @@ def _load_without_memory(tracer: OwnCodeTracer, load: Any, file: Any, map_locati
         storage = tensor.untyped_storage()
         device = where(places.get(storage._cdata, "cpu"))
         stays = torch.device(device).type == "cpu"
-        if stays and storage.nbytes() <= SMALL_BYTES:
+        few = storage.nbytes() <= SMALL_BYTES or (tensor.dtype in IDS and tensor.numel() <= MOST_NUMBERS)
+        if stays and few:
             return tensor
         if storage._cdata not in made:
-            few = storage.nbytes() <= SMALL_BYTES
             whole = _bytes_of(tensor) if few else without_memory(tracer, (storage.nbytes(),), torch.uint8)
             made[storage._cdata] = whole if stays else whole.to(device)
         offset = int(tensor.storage_offset())
