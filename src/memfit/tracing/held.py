@@ -126,7 +126,8 @@ def _tensors(value: Any, depth: int = 0) -> Iterator[tuple[torch.Tensor, int]]:
             for tensor, times in _tensors(item, depth + 1):
                 yield tensor, times + attributes.count(id(tensor))
     elif depth < DEEPEST and hasattr(type(value), "__dataclass_fields__"):
-        yield from _tensors(list(vars(value).values()), depth + 1)
+        fields = type(value).__dataclass_fields__  # some have slots, and no `__dict__`
+        yield from _tensors([getattr(value, name, None) for name in fields], depth + 1)
 
 
 def _made_since(tracer: Any, tensor: torch.Tensor, begin: int) -> bool:
