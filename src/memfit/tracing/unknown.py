@@ -229,12 +229,12 @@ def mathematics_of_unknown_numbers(assume: Callable[[str], None]) -> Iterator[No
     found: dict[str, Any] = {
         name: real for name, real in vars(math).items() if callable(real) and not name.startswith("_")
     }
-    compile_script = torch.jit.script
+    compile_script: Any = torch.jit.script
 
-    def script(*args: Any, **kwargs: Any) -> Any:
-        """It knows Python's own functions, and compiles others."""
+    def script(*args: Any, _frames_up: int = 0, **kwargs: Any) -> Any:
+        """It knows Python's own functions, and compiles others; names of a class it looks up where it was called."""
         with mock.patch.multiple(math, **found):
-            return compile_script(*args, **kwargs)
+            return compile_script(*args, _frames_up=_frames_up + 1, **kwargs)
 
     instead: dict[str, Any] = {name: either(name, real) for name, real in found.items()}
     with (
