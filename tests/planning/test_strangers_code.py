@@ -9,6 +9,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -287,6 +288,18 @@ def test_right_answers_are_counted_and_that_is_said() -> None:
     assert "answers whose right ones are counted are right" in memfit.trace(step).notes and seen == [3]
 
 
+def test_so_is_a_share_of_right_answers_that_is_a_whole_number_first() -> None:
+    seen: list[float] = []
+
+    def step() -> None:
+        correct = torch.randn(8, 4, device="cuda").argmax(1) == torch.zeros(8, device="cuda").long()
+        acc = int(correct.sum()) / 8
+        test_accs = [int((correct == 1).sum()) / 8]
+        seen.extend([acc, *test_accs])
+
+    assert "answers whose right ones are counted are right" in memfit.trace(step).notes and len(seen) == 2
+
+
 def test_tokens_that_are_printed_as_characters_are_any_characters() -> None:
     seen: list[str] = []
 
@@ -545,6 +558,27 @@ def test_l_bfgs_is_planned_with_all_its_iterations_and_every_direction_that_it_r
     assert many.peak.allocated_bytes - few.peak.allocated_bytes == 8 * each
     assert any(note.startswith("L-BFGS takes all its iterations") for note in many.notes)
     assert {phase.name for phase in many.report.phases if phase.step == 2} == {"step", "forward", "backward"}
+
+
+def test_a_line_search_of_l_bfgs_tries_two_points() -> None:
+    calls: list[int] = []
+
+    def step() -> None:
+        model = nn.Linear(16, 16, device="cuda")
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=8, line_search_fn="strong_wolfe")
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.ones(1, 16, device="cuda")).square().mean()
+            loss.backward()
+            calls.append(1)
+            return loss
+
+        optimizer.step(closure if model is not None else step)  # words of a decision beside it ask nothing
+
+    notes = memfit.trace(step).notes
+    assert len(calls) == 1 + 2 * 5  # then there were more than the 8 * 5 / 4 that it allows itself
+    assert any(note.startswith("each line search of L-BFGS tries two points") for note in notes)
 
 
 class Named(torch.autograd.Function):
@@ -967,10 +1001,73 @@ def test_numbers_that_numpy_is_given_unknown_are_nan_and_that_is_said() -> None:
 def test_whole_numbers_that_nobody_knows_are_no_array_and_no_list() -> None:
     for take in (lambda t: t.cpu().numpy(), lambda t: t.tolist()):
         with pytest.raises(TraceError, match="for all its values") as told:
-            memfit.trace(lambda take=take: take(torch.randn(100, 100, device="cuda").argmax(-1)))
+            memfit.trace(lambda take=take: take((torch.randn(100, 100, device="cuda") > 0).sum(-1)))
         assert "--answer test_strangers_code.py:" in str(told.value.hint) and "=0 of plan script" in str(
             told.value.hint
         )
+
+
+def test_an_action_that_the_gpu_chooses_is_the_first_one_and_that_is_said_beside_the_verdict() -> None:
+    seen: list[Any] = []
+
+    def step() -> None:
+        scores = torch.randn(8, 3, device="cuda")
+        seen.append(scores.argmax(1).cpu().numpy().tolist())
+        seen.append(torch.cat([scores.max(1)[1].view(8, 1)] * 2).tolist())
+        action = scores[0].argmax().item() if len(seen) > 1 else 2
+        seen.append(action)
+
+    plan = memfit.trace(step)
+    assert seen == [[0] * 8, [[0]] * 16, 0] and type(seen[-1]) is int
+    assert "each of them is the first, 0" in " ".join(str(plan).split("\n\n")[0].split())
+
+
+def test_a_count_and_a_choice_that_the_code_compares_are_still_asked_about() -> None:
+    def chooses() -> None:
+        if torch.randn(3, device="cuda").argmax().item() == 1:
+            torch.ones(10, device="cuda")
+
+    with pytest.raises(TraceError, match="not known"):
+        memfit.trace(chooses)
+
+
+def test_what_an_op_makes_in_another_size_on_the_host_is_not_taken_for_its_values_on_a_gpu() -> None:
+    def step() -> None:
+        bags = nn.EmbeddingBag(10, 4, mode="sum").cuda()
+        bags(torch.tensor([1, 2, 4]).cuda(), torch.tensor([0, 2]).cuda()).sum().backward()
+
+    assert memfit.trace(step).peak.allocated_bytes
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")
+def test_a_class_that_torchscript_compiles_finds_the_names_of_its_file() -> None:
+    def step() -> None:
+        @torch.jit.script
+        class Twice:
+            def __init__(self, number: int):
+                self.number = doubled(number)
+
+        assert Twice(torch.ones(2, device="cuda").shape[0]).number == 4
+
+    memfit.trace(step)
+
+
+def doubled(number: int) -> int:
+    return 2 * number
+
+
+@dataclass(slots=True)
+class Slotted:
+    loss: torch.Tensor | None = None
+
+
+def test_a_variable_that_has_slots_is_looked_into() -> None:
+    def step() -> None:
+        held = Slotted(nn.Linear(4, 4).cuda()(torch.ones(2, 4, device="cuda")).sum())
+        assert held.loss is not None
+        held.loss.backward()
+
+    memfit.trace(step)
 
 
 def test_that_cudnn_tries_its_kernels_is_said_beside_the_verdict() -> None:

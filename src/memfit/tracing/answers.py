@@ -54,6 +54,7 @@ NO_OUTLIERS = "8-bit products: no activation is beyond the threshold from which 
 DRAWN_ROWS = "new rows of an embedding are drawn around the mean of the old ones, as transformers does where it can"
 ABOVE_EPS = "Adafactor: the mean square of every weight is above the least that it divides by"
 LBFGS, NOT_DONE = "torch/optim/lbfgs.py", "L-BFGS takes all its iterations, and remembers each direction"
+SEARCHES = "each line search of L-BFGS tries two points: one between the first and where it began"
 NO_OVERFLOW: dict[Site, tuple[Value, str]] = {
     Site("torch/amp/grad_scaler.py", "_maybe_opt_step"): (0.0, "no gradient overflowed"),
     Site("torch/distributions/distribution.py", "__init__"): (True, VALID),
@@ -65,6 +66,14 @@ NO_OVERFLOW: dict[Site, tuple[Value, str]] = {
     Site(LBFGS, "step", "ys > 1e-10"): (True, NOT_DONE),
     Site(LBFGS, "step", "min(1.0"): (True, NOT_DONE),
     Site(LBFGS, "step", "if "): (False, NOT_DONE),
+    Site(LBFGS, "_directional_evaluate", "float("): (math.nan, SEARCHES),
+    Site(LBFGS, "_strong_wolfe", "(ls_iter > 1"): (True, SEARCHES),
+    Site(LBFGS, "_strong_wolfe", "bracket_f[low_pos]"): (False, SEARCHES),
+    Site(LBFGS, "_strong_wolfe", "<= -c2 * gtd"): (True, SEARCHES),
+    Site(LBFGS, "_strong_wolfe", "d_norm <"): (False, SEARCHES),
+    Site(LBFGS, "_strong_wolfe", "max(bracket)"): (False, SEARCHES),
+    Site(LBFGS, "_cubic_interpolate", "x1 <= x2"): (True, SEARCHES),
+    Site(LBFGS, "_cubic_interpolate", "d2_square"): (False, SEARCHES),
     Site("bitsandbytes/backends/cuda/ops.py", "_"): (False, NO_OUTLIERS),
     Site("transformers/optimization.py", "_get_lr"): (True, ABOVE_EPS),
     Site("transformers/modeling_utils.py", "_init_added_embeddings_weights_with_mean"): (True, DRAWN_ROWS),
@@ -85,12 +94,12 @@ ALL_HAVE_ROWS: dict[Site, Answer] = {
 }
 """SyncBatchNorm leaves out processes whose batch is empty: none is."""
 
-
+RIGHT = "answers whose right ones are counted are right"
 HARMLESS: tuple[tuple[re.Pattern[str], bool, str], ...] = (
     (re.compile(r"isfinite"), True, FINITE_NOTE),
     (re.compile(r"isnan|isinf|\bnans?(?![a-z])|\binf\b"), False, FINITE_NOTE),
     (re.compile(r"best|lowest|highest"), True, "each result that is compared with the best so far is a new best"),
-    (re.compile(r"(correct|right|hits?)\w*\s*\+="), True, "answers whose right ones are counted are right"),
+    (re.compile(r"(correct|right|hits?)\w*\s*\+=|\bint\(\w*correct|acc(s|uracy|uracies)?\b.*\bint\("), True, RIGHT),
     (re.compile(r"\bchr\("), False, "characters of numbers that nobody knows are the first that the line can make"),
 )
 """By what stands in the line that asks: decisions that change what is logged or kept, answered as most runs do, and
@@ -98,12 +107,18 @@ where memory may depend on it, by the larger answer."""
 PASSED = "what the program only checks (`assert`, an `if` that raises an error) is as it should be"
 MOST_LINES = 4
 _DECIDES = re.compile(r"\b(if|while|assert|and|or|not|min|max)\b|[<>]|[=!]=")
+_COMPARES = re.compile(r"item\(\)\)*\s*([<>]|[=!]=)|([<>]=?|[=!]=)\s*[\w.\[\]]*\.item\(\)")
 UNKNOWN = "numbers that nobody knows, such as a loss, show as ?; numpy takes them for NaN, also where it compares"
 IN_ARRAYS = (
     "not modelled: what the program decides by numbers of the GPU that numpy is given, such as predictions: they are"
     " NaN there, also where it compares them"
 )
 """It stands beside the verdict: how much a program keeps may follow from them, and no line can be asked."""
+FIRST_CHOSEN = (
+    "not modelled: what the program decides by classes or actions that the GPU chooses (`argmax`): each of them is"
+    " the first, 0, where arrays, lists or an environment are given it"
+)
+"""Beside the verdict too. Any will do for an environment; how long a text or an episode is may follow from it."""
 MOST_FILLED = 1 << 24
 AS_FLOAT = "float() of a number that nobody knows, such as a loss, is NaN"
 ALL_TRUE = "masks that say where numbers are written are true everywhere, which takes most"
@@ -190,9 +205,11 @@ class Answers:
         asked = f"the code asks {_kind(tensor)} for its value"
         if tensor.dtype == torch.bool:
             return self._answer(tensor, asked)
-        said = self._known_answer(tensor)[1]
+        asker, said = self._known_answer(tensor)
         if said is not None and type(said) is not bool:  # yes and no answer what the code makes of it
             return said
+        if asker is not None and not _COMPARES.search(_line(asker)) and self._is_choice(tensor):
+            return 0
         self.meanings[UNKNOWN] = None
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             like = torch.zeros((), dtype=tensor.dtype)  # a number that is kept must not keep memory of the GPU
@@ -215,10 +232,18 @@ class Answers:
         said = self._known_answer(tensor)[1]
         if said is not None:
             return said
+        if tensor.numel() <= MOST_FILLED and self._is_choice(tensor):
+            return 0
         if not tensor.is_floating_point() or tensor.numel() > MOST_FILLED:
             raise self.refusal(tensor)
         self.meanings[IN_ARRAYS] = None
         return math.nan
+
+    def _is_choice(self, tensor: torch.Tensor) -> bool:
+        if self.values is None or not self.values.is_choice(tensor):
+            return False
+        self.meanings[FIRST_CHOSEN] = None
+        return True
 
     def refusal(self, tensor: torch.Tensor) -> TraceError:
         """For code that takes all of a tensor to the host, where no single value would be an answer."""

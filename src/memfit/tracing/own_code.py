@@ -255,6 +255,7 @@ class OwnCodeTracer(Tracer):
                 raise self.answers.refusal(args[0]) from error
         if func is aten._to_copy.default:
             self.pass_on_file(args[0], made)
+            self.values.pass_on_choice(args[0], made)
         return made
 
     def _are_equal(self, one: Tensor, other: Tensor) -> bool:
@@ -290,7 +291,9 @@ class OwnCodeTracer(Tracer):
                 self.answers.note_draws(args[:1])
                 return known.clone()
             with _disable_current_modes():
-                return self.put_on_host(func(*args, **{**kwargs, "device": self.device}), "cpu")
+                made = self.put_on_host(func(*args, **{**kwargs, "device": self.device}), "cpu")
+            self.values.pass_on_choice(args[0], made)
+            return made
         if func is aten.copy_.default and self.place(args[0]) == "cpu" and args[0].device.type == "cpu":
             value = self.values.read(args[1])
             if value is None and args[0].is_floating_point():

@@ -68,6 +68,7 @@ BY_SHAPE = frozenset(
 """Of what they are given they take shape and type, and no value."""
 CHOICES = frozenset({aten.topk.default, aten.argmax.default, aten.max.dim})
 """The last that each of them makes is which it was."""
+CHOOSES_ONE = frozenset({aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim})
 
 
 class Values:
@@ -81,6 +82,7 @@ class Values:
         self._origins: dict[int, frozenset[int]] | None = None
         self._hidden: weakref.WeakSet[Storage] = weakref.WeakSet()
         """Of the host, but filled from the GPU with what nobody knows."""
+        self._choices: weakref.WeakSet[Storage] = weakref.WeakSet()
 
     def read(self, tensor: Tensor) -> Tensor | None:
         """In host memory, sharing what later ops in place write; None if unknown."""
@@ -104,6 +106,14 @@ class Values:
 
     def hide(self, tensor: Tensor) -> None:
         self._hidden.add(tensor.untyped_storage())
+
+    def is_choice(self, tensor: Tensor) -> bool:
+        """Which of several it was, as a predicted class or an action is: nobody knows it, but 0 is one of them."""
+        return tensor.untyped_storage() in self._choices
+
+    def pass_on_choice(self, source: Tensor, copy: Tensor) -> None:
+        if self.is_choice(source) and not copy.is_floating_point():
+            self._choices.add(copy.untyped_storage())
 
     def put(self, tensor: Tensor, value: Tensor, most_floats: int = MOST_FLOATS) -> None:
         if not _is_followed(tensor, most_floats):
@@ -168,11 +178,25 @@ class Values:
         if made is NotImplemented:
             for tensor in written:
                 self._known.pop(tensor.untyped_storage()._cdata, None)
+            self._follow_choices(op, args, out)
             return
         self.drawn = self.drawn or torch.Tag.nondeterministic_seeded in op.tags
         for tensor, value in zip(_tensors(out), _tensors(made), strict=False):
-            if tensor.device.type == self._device.type and not _is_among(tensor, written):
-                self.put(tensor, value, most_floats)
+            if (
+                tensor.device.type == self._device.type
+                and not _is_among(tensor, written)
+                and value.shape == tensor.shape
+            ):
+                self.put(tensor, value, most_floats)  # else the host makes another one than CUDA, as of `embedding_bag`
+
+    def _follow_choices(self, op: Any, args: Any, out: Any) -> None:
+        if op in CHOOSES_ONE:
+            *_, indices = _tensors(out)
+            self._choices.add(indices.untyped_storage())
+        elif op in ARRANGES or op is aten._to_copy.default:
+            sources = list(_tensors(args))
+            if sources and all(self.is_choice(each) for each in sources):
+                self.pass_on_choice(sources[0], out)
 
     def _follow_origins(self, op: Any, args: Any, kwargs: Any, made: Sequence[Tensor]) -> None:
         if self._origins is None:
