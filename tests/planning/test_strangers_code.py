@@ -300,6 +300,36 @@ def test_so_is_a_share_of_right_answers_that_is_a_whole_number_first() -> None:
     assert "answers whose right ones are counted are right" in memfit.trace(step).notes and len(seen) == 2
 
 
+def test_different_values_are_counted_where_they_are_known_and_else_asked_about() -> None:
+    def of_labels() -> None:
+        found, where = torch.unique(torch.tensor([3, 1, 3]).cuda(), return_inverse=True)
+        assert found.tolist() == [1, 3] and where.tolist() == [1, 0, 1]
+
+    memfit.trace(of_labels)
+    with pytest.raises(TraceError, match="which values an int64 tensor has"):
+        memfit.trace(lambda: torch.unique(torch.randn(8, 4, device="cuda").argmax(1)))
+
+
+def test_a_metric_of_torchmetrics_finds_its_classes_as_they_should_be(tmp_path: Path, monkeypatch: Any) -> None:
+    folder = tmp_path / "torchmetrics" / "functional" / "classification"
+    folder.mkdir(parents=True)
+    (folder / "stat_scores.py").write_text(
+        "import torch\n"
+        "def _multiclass_stat_scores_tensor_validation(preds, num_classes):\n"
+        "    found = len(torch.unique(preds, dim=None))\n"
+        "    if found > num_classes:\n"
+        "        raise RuntimeError('more classes than there are')\n"
+        "    return found\n"
+    )
+    monkeypatch.syspath_prepend(str(folder))
+    import stat_scores
+
+    def step() -> None:
+        assert stat_scores._multiclass_stat_scores_tensor_validation(torch.randn(8, 4, device="cuda").argmax(1), 4) == 1
+
+    assert any(note.startswith("what distributions and losses check") for note in memfit.trace(step).notes)
+
+
 def test_tokens_that_are_printed_as_characters_are_any_characters() -> None:
     seen: list[str] = []
 

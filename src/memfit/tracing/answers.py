@@ -55,6 +55,8 @@ DRAWN_ROWS = "new rows of an embedding are drawn around the mean of the old ones
 ABOVE_EPS = "Adafactor: the mean square of every weight is above the least that it divides by"
 LBFGS, NOT_DONE = "torch/optim/lbfgs.py", "L-BFGS takes all its iterations, and remembers each direction"
 SEARCHES = "each line search of L-BFGS tries two points: one between the first and where it began"
+GP, SOLVED = "linear_operator/utils/linear_cg.py", "conjugate gradients of GPyTorch come to an end as soon as they may"
+OF_TORCHMETRICS = ("stat_scores", "confusion_matrix", "precision_recall_curve")
 NO_OVERFLOW: dict[Site, tuple[Value, str]] = {
     Site("torch/amp/grad_scaler.py", "_maybe_opt_step"): (0.0, "no gradient overflowed"),
     Site("torch/distributions/distribution.py", "__init__"): (True, VALID),
@@ -74,6 +76,17 @@ NO_OVERFLOW: dict[Site, tuple[Value, str]] = {
     Site(LBFGS, "_strong_wolfe", "max(bracket)"): (False, SEARCHES),
     Site(LBFGS, "_cubic_interpolate", "x1 <= x2"): (True, SEARCHES),
     Site(LBFGS, "_cubic_interpolate", "d2_square"): (False, SEARCHES),
+    Site(GP, "linear_cg", "has_converged.all()"): (False, SOLVED),
+    Site(GP, "linear_cg", "residual_norm.mean()"): (True, SOLVED),
+    Site(GP, "linear_cg", "t_mat["): (False, SOLVED),
+    **{
+        Site(f"torchmetrics/functional/classification/{file}.py", f"_{kind}_{file}_tensor_validation", "unique("): (
+            1,
+            VALID,
+        )
+        for file in OF_TORCHMETRICS
+        for kind in ("binary", "multiclass", "multilabel")
+    },
     Site("bitsandbytes/backends/cuda/ops.py", "_"): (False, NO_OUTLIERS),
     Site("transformers/optimization.py", "_get_lr"): (True, ABOVE_EPS),
     Site("transformers/modeling_utils.py", "_init_added_embeddings_weights_with_mean"): (True, DRAWN_ROWS),
@@ -173,6 +186,13 @@ class Answers:
         if (known := self._read(tensor)) is not None:
             return int(known.count_nonzero())
         return int(self._answer(tensor, f"the code selects by {_kind(tensor)}, and how much depends on its values"))
+
+    def kinds(self, tensor: torch.Tensor) -> int:
+        """How many different values there are."""
+        if (known := self._read(tensor)) is not None:
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                return torch.unique(known).numel()
+        return int(self._answer(tensor, f"the code asks which values {_kind(tensor)} has"))
 
     def most(self, mask: torch.Tensor) -> int:
         """How many elements of a mask are true at the most, for code that goes on alike however many they are."""

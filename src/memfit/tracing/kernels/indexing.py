@@ -164,7 +164,18 @@ def positions_held(tracer: Tracer, target: Target) -> Iterator[None]:
         yield
 
 
+def _unique(
+    tracer: Tracer, x: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Its results; what the sort in it takes no rule tells."""
+    count = tracer.answers.kinds(x)
+    values = torch.empty(count, dtype=x.dtype, device=x.device)
+    inverse = torch.empty(x.shape if return_inverse else 0, dtype=torch.int64, device=x.device)
+    return values, inverse, torch.empty(count if return_counts else 0, dtype=torch.int64, device=x.device)
+
+
 DATA_DEPENDENT: dict[Any, Any] = {
+    aten._unique2.default: _unique,
     aten.nonzero.default: _nonzero,
     aten.masked_select.default: _masked_select,
     aten.index.Tensor: _index,
