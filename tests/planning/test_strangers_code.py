@@ -310,6 +310,17 @@ def test_different_values_are_counted_where_they_are_known_and_else_asked_about(
         memfit.trace(lambda: torch.unique(torch.randn(8, 4, device="cuda").argmax(1)))
 
 
+def test_counts_of_values_are_as_many_as_are_asked_for_or_known() -> None:
+    def of_confusions() -> None:
+        unknown = torch.randn(8, 4, device="cuda").argmax(1)
+        assert torch.bincount(unknown, minlength=16).shape == (16,)
+        assert torch.bincount(torch.tensor([1, 5]).cuda(), minlength=2).tolist() == [0, 1, 0, 0, 0, 1]
+
+    assert "values that `bincount` counts are less than its `minlength`" in memfit.trace(of_confusions).notes
+    with pytest.raises(TraceError, match="counts the values"):
+        memfit.trace(lambda: torch.bincount(torch.randn(8, 4, device="cuda").argmax(1)))
+
+
 def test_a_metric_of_torchmetrics_finds_its_classes_as_they_should_be(tmp_path: Path, monkeypatch: Any) -> None:
     folder = tmp_path / "torchmetrics" / "functional" / "classification"
     folder.mkdir(parents=True)
@@ -328,6 +339,21 @@ def test_a_metric_of_torchmetrics_finds_its_classes_as_they_should_be(tmp_path: 
         assert stat_scores._multiclass_stat_scores_tensor_validation(torch.randn(8, 4, device="cuda").argmax(1), 4) == 1
 
     assert any(note.startswith("what distributions and losses check") for note in memfit.trace(step).notes)
+
+
+def test_scores_of_a_curve_of_torchmetrics_all_differ(tmp_path: Path, monkeypatch: Any) -> None:
+    folder = tmp_path / "torchmetrics" / "functional" / "classification"
+    folder.mkdir(parents=True)
+    (folder / "precision_recall_curve.py").write_text(
+        "import torch\ndef _binary_clf_curve(preds):\n    return torch.nonzero(preds[1:] - preds[:-1])\n"
+    )
+    monkeypatch.syspath_prepend(str(folder))
+    import precision_recall_curve
+
+    def step() -> None:
+        assert precision_recall_curve._binary_clf_curve(torch.randn(8, device="cuda")).shape == (7, 1)
+
+    assert any(note.startswith("no two scores of a curve") for note in memfit.trace(step).notes)
 
 
 def test_tokens_that_are_printed_as_characters_are_any_characters() -> None:

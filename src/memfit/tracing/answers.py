@@ -57,7 +57,8 @@ LBFGS, NOT_DONE = "torch/optim/lbfgs.py", "L-BFGS takes all its iterations, and 
 SEARCHES = "each line search of L-BFGS tries two points: one between the first and where it began"
 GP, SOLVED = "linear_operator/utils/linear_cg.py", "conjugate gradients of GPyTorch come to an end as soon as they may"
 OF_TORCHMETRICS = ("stat_scores", "confusion_matrix", "precision_recall_curve")
-NO_OVERFLOW: dict[Site, tuple[Value, str]] = {
+BOTH_KINDS = "curves of torchmetrics (ROC) see answers of both kinds, and rise"
+NO_OVERFLOW: dict[Site, tuple[Value | Callable[[torch.Tensor], Value], str]] = {
     Site("torch/amp/grad_scaler.py", "_maybe_opt_step"): (0.0, "no gradient overflowed"),
     Site("torch/distributions/distribution.py", "__init__"): (True, VALID),
     Site("torch/distributions/distribution.py", "_validate_sample"): (True, VALID),
@@ -87,11 +88,17 @@ NO_OVERFLOW: dict[Site, tuple[Value, str]] = {
         for file in OF_TORCHMETRICS
         for kind in ("binary", "multiclass", "multilabel")
     },
+    Site("torchmetrics/functional/classification/roc.py", "_binary_roc_compute", "<= 0"): (False, BOTH_KINDS),
+    Site("torchmetrics/utilities/compute.py", "_auc_compute", "dx <"): (False, BOTH_KINDS),
+    Site("torchmetrics/functional/classification/precision_recall_curve.py", "_binary_clf_curve", "preds[1:]"): (
+        torch.Tensor.numel,
+        "no two scores of a curve (ROC, precision and recall) are equal, which takes most",
+    ),
     Site("bitsandbytes/backends/cuda/ops.py", "_"): (False, NO_OUTLIERS),
     Site("transformers/optimization.py", "_get_lr"): (True, ABOVE_EPS),
     Site("transformers/modeling_utils.py", "_init_added_embeddings_weights_with_mean"): (True, DRAWN_ROWS),
 }
-KNOWN: dict[Site, tuple[Value, str]] = {
+KNOWN: dict[Site, tuple[Value | Callable[[torch.Tensor], Value], str]] = {
     Site("transformers/masking_utils.py", "_ignore_causal_mask_sdpa"): (True, "no padding: the mask is all ones"),
     Site("transformers/masking_utils.py", "_ignore_bidirectional_mask_sdpa"): (
         True,
@@ -132,6 +139,7 @@ FIRST_CHOSEN = (
     " the first, 0, where arrays, lists or an environment are given it"
 )
 """Beside the verdict too. Any will do for an environment; how long a text or an episode is may follow from it."""
+IN_BINS = "values that `bincount` counts are less than its `minlength`"
 MOST_FILLED = 1 << 24
 AS_FLOAT = "float() of a number that nobody knows, such as a loss, is NaN"
 ALL_TRUE = "masks that say where numbers are written are true everywhere, which takes most"
@@ -142,7 +150,9 @@ class Answers:
     """The table of known places, to which a job may add its own."""
 
     def __init__(
-        self, more: Mapping[Site, Answer] | None = None, known: Mapping[Site, tuple[Value, str]] = KNOWN
+        self,
+        more: Mapping[Site, Answer] | None = None,
+        known: Mapping[Site, tuple[Value | Callable[[torch.Tensor], Value], str]] = KNOWN,
     ) -> None:
         self._more = more or {}
         self._known = known
@@ -193,6 +203,16 @@ class Answers:
             with torch._C.DisableTorchFunction(), _disable_current_modes():
                 return torch.unique(known).numel()
         return int(self._answer(tensor, f"the code asks which values {_kind(tensor)} has"))
+
+    def bins(self, tensor: torch.Tensor, at_least: int) -> int:
+        """How many counts there are, from 0 to the largest value."""
+        if (known := self._read(tensor)) is not None and known.numel():
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                return max(int(known.max()) + 1, at_least)
+        if at_least:
+            self.meanings[IN_BINS] = None
+            return at_least
+        return int(self._answer(tensor, f"the code counts the values of {_kind(tensor)}, as many as the largest"))
 
     def most(self, mask: torch.Tensor) -> int:
         """How many elements of a mask are true at the most, for code that goes on alike however many they are."""
@@ -343,7 +363,7 @@ class Answers:
             for known, (value, meaning) in self._known.items():
                 if _same(known, site) and known.line in _line(frame):
                     self.meanings[meaning] = None
-                    return asker, self._say(frame, value)
+                    return asker, self._say(frame, value(tensor) if callable(value) else value)
             if not _is_torch(frame):
                 break
         return asker, None

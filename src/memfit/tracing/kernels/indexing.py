@@ -174,7 +174,14 @@ def _unique(
     return values, inverse, torch.empty(count if return_counts else 0, dtype=torch.int64, device=x.device)
 
 
+def _bincount(tracer: Tracer, x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """Its result; what the kernel takes beside it no rule tells."""
+    kind = torch.int64 if weights is None else torch.float32 if weights.dtype == torch.float32 else torch.float64
+    return torch.empty(tracer.answers.bins(x, minlength), dtype=kind, device=x.device)
+
+
 DATA_DEPENDENT: dict[Any, Any] = {
+    aten.bincount.default: _bincount,
     aten._unique2.default: _unique,
     aten.nonzero.default: _nonzero,
     aten.masked_select.default: _masked_select,
