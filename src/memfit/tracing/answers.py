@@ -201,7 +201,7 @@ class Answers:
         """How many different values there are."""
         if (known := self._read(tensor)) is not None:
             with torch._C.DisableTorchFunction(), _disable_current_modes():
-                return torch.unique(known).numel()
+                return int(torch.unique(known).numel())
         return int(self._answer(tensor, f"the code asks which values {_kind(tensor)} has"))
 
     def bins(self, tensor: torch.Tensor, at_least: int) -> int:
