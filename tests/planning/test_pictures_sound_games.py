@@ -17,7 +17,7 @@ from torch.nn.utils import weight_norm
 import memfit
 from memfit.analysis.stacks import is_own
 from memfit.errors import TraceError
-from memfit.tracing.answers import PASSED
+from memfit.tracing.answers import ALL_TRUE, BLACK, PASSED
 from memfit.tracing.packages import matching, torchscript
 from memfit.tracing.unknown import FINITE_NOTE
 
@@ -316,3 +316,72 @@ def test_a_batch_norm_of_several_processes_keeps_its_input_and_the_numbers_of_it
     assert whole <= kept < whole + 4096
     # The gradient that comes in, laid out whole as the kernel reads it, and that which goes on.
     assert 2 * whole <= passing < 2 * whole + 4096
+
+
+# -- values that follow from data, and pictures ------------------------------------------------------------------------
+
+
+def test_how_many_boxes_match_an_anchor_follows_from_the_data() -> None:
+    found: list[int] = []
+
+    def step() -> None:
+        boxes = torch.linspace(0, 1, 2000 * 6).view(1, 2000, 6).repeat(3, 1, 1).cuda()
+        anchors = torch.tensor([[0.1, 0.2], [0.3, 0.3], [0.9, 0.8]]).cuda()
+        gain = torch.ones(6, device="cuda")
+        gain[2:4] = torch.tensor([20, 40])[[1, 0]]
+        ratio = (boxes * gain)[..., 2:4] / anchors[:, None] / gain[[2, 3]]
+        found.append(boxes[torch.max(ratio, 1 / ratio).amax(2) < 4].shape[0])
+
+    memfit.trace(step)
+    boxes = torch.linspace(0, 1, 2000 * 6).view(2000, 6)[:, 2:4]
+    ratio = boxes[None] / torch.tensor([[0.1, 0.2], [0.3, 0.3], [0.9, 0.8]])[:, None]
+    assert found == [int((torch.max(ratio, 1 / ratio).amax(2) < 4).sum())]
+
+
+def test_what_weights_make_of_data_is_not_reckoned() -> None:
+    def step() -> None:
+        weights = nn.Linear(2, 64).cuda()
+        bool(weights(torch.ones(1000, 2, device="cuda")).sum() > 0)
+
+    with pytest.raises(TraceError, match="the code asks a bool tensor for its value"):
+        memfit.trace(step)
+
+
+def test_a_mask_that_is_read_where_it_is_written_is_true_everywhere() -> None:
+    def step() -> None:
+        x, y = on_gpu(8, 1 << 17), on_gpu(8, 1 << 17)
+        mask = x > y
+        x[mask] = y[mask]
+        y[~mask] *= x[~mask]
+
+    plan = memfit.trace(step)
+    assert ALL_TRUE in plan.notes
+    positions = 2 * 8 * (8 << 17)
+    assert plan.peak.allocated_bytes > 3 * (4 << 20) + positions
+
+    def other() -> None:
+        x = on_gpu(8)
+        x[x > 1] = x[x < 0]
+
+    with pytest.raises(TraceError, match="the code selects by a bool tensor"):
+        memfit.trace(other)
+
+
+def test_pictures_of_a_model_that_are_saved_are_black() -> None:
+    def step() -> None:
+        picture = on_gpu(3, 8, 8).mul(255).permute(1, 2, 0).to("cpu", torch.uint8).numpy()
+        assert picture.shape == (8, 8, 3) and not picture.any()
+
+    assert BLACK in memfit.trace(step).notes
+    with pytest.raises(TraceError, match="for all its values"):
+        memfit.trace(lambda: on_gpu(8).byte().cpu().numpy())
+
+
+def test_losses_of_a_batch_that_were_copied_to_the_host_are_a_list_of_numbers_that_nobody_knows() -> None:
+    def step() -> None:
+        each = on_gpu(3, 4).pow(2).mean(1).cpu().reshape(-1).tolist()
+        assert [f"{loss:.2f}" for loss in each] == ["?"] * 3
+        assert torch.arange(3, device="cuda").cpu().tolist() == [0, 1, 2]
+        assert f"{on_gpu(1).new(each[:1]).item():.2f}" == "?" and on_gpu(1).new([1, 2]).dtype == torch.float32
+
+    memfit.trace(step)

@@ -231,3 +231,15 @@ def test_a_program_that_ends_with_a_text_without_end_is_told_in_a_few_lines(writ
         with pytest.raises(MemfitError) as caught:
             memfit.trace_script(write(ends))
         assert len(str(caught.value)) < 400
+
+
+def test_ops_on_the_host_take_one_thread_unless_the_environment_says_otherwise(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    import torch
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    script, before = tmp_path / "train.py", torch.get_num_threads()
+    script.write_text("import torch\ntorch.zeros(1).cuda()\nassert torch.get_num_threads() == 1\n")
+    memfit.trace_script(str(script))
+    assert torch.get_num_threads() == before
+    script.write_text(f"import torch\ntorch.zeros(1).cuda()\nassert torch.get_num_threads() == {before}\n")
+    memfit.trace_script(f"OMP_NUM_THREADS={before} {script}")

@@ -513,6 +513,40 @@ def test_data_sets_of_torchvision_are_made_up_and_never_downloaded(
     assert "ImageFolder in imagenet/train: made-up pictures, 500x375, 1,000 classes" in notes
 
 
+TIMM = """
+class ImageDataset:
+    def __init__(self, root, reader=None, split="train"): self.reader = reader or root
+"""
+TIMM_READ = """
+import torch
+from PIL import Image
+from timm.data.dataset import ImageDataset
+made = ImageDataset("/data/imagenet", reader="", split="train").reader
+file, label = made[1001]
+assert Image.open(file).size == (500, 375) and label == 1 and len(made.class_to_idx) == 1000
+assert made.filename(7) == made.filenames()[7] == "/data/imagenet/7.jpg" and len(made) == 5000
+assert ImageDataset(__file__).reader == __file__
+torch.zeros(1, device="cuda")
+"""
+
+
+def test_a_folder_of_pictures_that_timm_does_not_find_is_made_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("PIL")
+    installed = tmp_path / "site-packages" / "timm" / "data"
+    installed.mkdir(parents=True)
+    for package in (installed, installed.parent):
+        (package / "__init__.py").write_text("")
+    (installed / "dataset.py").write_text(TIMM)
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "timm"]:
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "train.py").write_text(TIMM_READ)
+    notes = memfit.trace_script("train.py", synthetic_data=True).notes
+    assert "ImageDataset in /data/imagenet: made-up pictures, 500x375, 1,000 classes" in notes
+
+
 METRIC = """
 import torch, evaluate
 metric = evaluate.load("glue", "mrpc")

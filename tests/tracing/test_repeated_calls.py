@@ -93,3 +93,33 @@ def test_calls_with_gradients_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with counted(monkeypatch) as skipped:
         memfit.trace(train)
     assert skipped[0] == 0
+
+
+class Sampler(nn.Module):
+    """Calls another module again and again, in training mode: one with buffers runs, its parts without are told."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(16, 64), norm, nn.ReLU(), nn.Linear(64, 16))
+
+    def forward(self, noise: torch.Tensor) -> torch.Tensor:
+        for _ in range(40):
+            noise = noise - 0.1 * self.model(noise)
+        return noise
+
+
+@pytest.mark.parametrize(
+    ("norm", "told_of"), [(nn.LayerNorm(64), 40 - 2 * ALIKE), (nn.BatchNorm1d(64), 3 * (40 - 2 * ALIKE))]
+)
+def test_a_module_that_another_calls_again_and_again_is_told(
+    norm: nn.Module, told_of: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sample() -> None:
+        sampler = Sampler(norm).cuda()
+        with torch.no_grad():
+            sampler(torch.randn(4, 16, device="cuda"))
+
+    skipped, told, ran = both(sample, monkeypatch)
+    assert skipped == told_of
+    assert told.trace.actions == ran.trace.actions and told.trace.requested == ran.trace.requested
+    assert told.peak == ran.peak

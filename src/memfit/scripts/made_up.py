@@ -17,7 +17,7 @@ from unittest import mock
 from memfit.scripts.made_up_columns import MadeUp, columns_asked_for
 from memfit.scripts.made_up_encodings import CHARACTERS_A_TOKEN, patches_of_encodings
 from memfit.scripts.made_up_files import patches_of_hub, patches_of_nltk
-from memfit.scripts.made_up_pictures import patches_of_pictures
+from memfit.scripts.made_up_pictures import patches_of_pictures, patches_of_timm
 from memfit.scripts.made_up_rows import (
     MADE_UP,
     ROWS,
@@ -28,6 +28,7 @@ from memfit.scripts.made_up_rows import (
     sound,
 )
 
+PATCHES = (patches_of_pictures, patches_of_timm, patches_of_encodings, patches_of_hub, patches_of_nltk)
 TIMES_STREAMED = 100
 FEWEST_TOKENS = 250
 """Those of bytes have more; one without its files has a handful, T5's a hundred."""
@@ -85,7 +86,7 @@ def data_made_up(tracer: Any, made_up: MadeUp, *, wanted: bool, more: Sequence[s
                 done.add("metrics")
                 stack.enter_context(mock.patch.object(metrics, "load", _loaded_or_unknown(metrics.load, tracer)))
 
-            for patches in (patches_of_pictures, patches_of_encodings, patches_of_hub, patches_of_nltk):
+            for patches in PATCHES:
                 if wanted and patches.__name__ not in done and (replaced := patches(tracer)):
                     done.add(patches.__name__)
                     for each in replaced:

@@ -1,10 +1,11 @@
-"""`--synthetic-data`: the data sets of torchvision that are not on this machine, black pictures in their sizes.
+"""`--synthetic-data`: data sets of torchvision and timm that are not on this machine, black pictures in their sizes.
 
 They are never downloaded; one that lies where the program looks is read.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
@@ -85,21 +86,66 @@ def _of_stl10(made: Any) -> str:
 
 
 def _of_a_folder(made: Any) -> str:
-    from PIL import Image
-
-    mode, size = PICTURES[PICTURE]
-    picture = Image.new(mode, size)
-    classes = next(count for words, count in CLASSES if re.search(words, str(made.root), re.IGNORECASE))
+    picture, classes = _picture(), _classes_of(made.root)
     made.samples = [(f"{made.root}/{number}.jpg", number % classes) for number in range(IN_A_FOLDER)]
     made.targets = [target for _, target in made.samples]
     made.loader, made.extensions = (lambda _: picture), None
-    return f"{size[0]}x{size[1]}, {_named(made, classes)}"
+    return f"{picture.width}x{picture.height}, {_named(made, classes)}"
+
+
+def _picture() -> Any:
+    from PIL import Image
+
+    return Image.new(*PICTURES[PICTURE])
+
+
+def _classes_of(root: object) -> int:
+    return next(count for words, count in CLASSES if re.search(words, str(root), re.IGNORECASE))
 
 
 def _named(made: Any, classes: int) -> str:
     made.classes = [f"class {number}" for number in range(classes)]
     made.class_to_idx = {name: number for number, name in enumerate(made.classes)}
     return f"{classes:,} classes"
+
+
+def patches_of_timm(tracer: Any) -> list[Any]:
+    """By which its own data set of a folder that is not here has pictures."""
+    sets: Any = sys.modules.get("timm.data.dataset")
+    if not hasattr(sets, "ImageDataset"):
+        return []
+    begin = sets.ImageDataset.__init__
+
+    def __init__(self: Any, root: Any, reader: Any = None, *args: Any, **kwargs: Any) -> None:
+        if not reader and not os.path.exists(root):
+            reader = _MadeUpReader(str(root))
+            tracer.assume(f"ImageDataset in {root}: made-up pictures, {reader.told}")
+        begin(self, root, reader, *args, **kwargs)
+
+    return [mock.patch.object(sets.ImageDataset, "__init__", __init__)]
+
+
+class _MadeUpReader:
+    """As timm's data set asks it for files and their classes."""
+
+    def __init__(self, root: str) -> None:
+        kept, picture = io.BytesIO(), _picture()
+        picture.save(kept, "JPEG")
+        self._file, self._root, self._classes = kept.getvalue(), root, _classes_of(root)
+        self.class_to_idx = {f"class {number}": number for number in range(self._classes)}
+        self.told = f"{picture.width}x{picture.height}, {self._classes:,} classes"
+
+    def __len__(self) -> int:
+        return IN_A_FOLDER
+
+    def __getitem__(self, number: int) -> tuple[io.BytesIO, int]:
+        return io.BytesIO(self._file), number % self._classes
+
+    def filename(self, number: int, *_: Any, **__: Any) -> str:
+        return f"{self._root}/{number}.jpg"
+
+    def filenames(self, *_: Any, **__: Any) -> list[str]:
+        return [self.filename(number) for number in range(len(self))]
 
 
 FILLED = {

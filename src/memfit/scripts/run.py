@@ -53,6 +53,7 @@ def run_program(program: Program, steps: Steps, *, seconds: float, tracer: Any, 
             _speaks_on_stderr(),
             _leaves_nothing_for_the_end(tracer.assume),
             _workers_at_home(),
+            _host_in_one_thread(),
             processes_at_home(tracer.assume),
             _steps_by_hand(steps),
             ended_in_time(seconds, tracer),
@@ -294,6 +295,20 @@ def _workers_at_home() -> Iterator[None]:
 
     with mock.patch.object(DataLoader, "__init__", make_without_workers):
         yield
+
+
+@contextmanager
+def _host_in_one_thread() -> Iterator[None]:
+    """As in a worker of a data loader. What is left on the host are many small ops, and where other processes take the
+    cores, threads that wait for each other were seen to make them 20 times slower."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads if "OMP_NUM_THREADS" in os.environ else 1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextmanager

@@ -126,6 +126,8 @@ HARMLESS: tuple[tuple[re.Pattern[str], bool, str], ...] = (
 where memory may depend on it, by the larger answer."""
 PASSED = "what the program only checks (`assert`, an `if` that raises an error) is as it should be"
 MOST_LINES = 4
+_SAME_MASK = re.compile(r"\s*[\w.]+\[([\w.~ ]+)\]\s*[-+*/]?=[^=].*\[\1\]")
+"""`x[mask] = y[mask]`: what is selected is as much as what is written, and the code goes on alike."""
 _DECIDES = re.compile(r"\b(if|while|assert|and|or|not|min|max)\b|[<>]|[=!]=")
 _COMPARES = re.compile(r"item\(\)\)*\s*([<>]|[=!]=)|([<>]=?|[=!]=)\s*[\w.\[\]]*\.item\(\)")
 UNKNOWN = "numbers that nobody knows, such as a loss, show as ?; numpy takes them for NaN, also where it compares"
@@ -140,6 +142,9 @@ FIRST_CHOSEN = (
 )
 """Beside the verdict too. Any will do for an environment; how long a text or an episode is may follow from it."""
 IN_BINS = "values that `bincount` counts are less than its `minlength`"
+BLACK = (
+    "not modelled: what the program decides by pictures (bytes) of the GPU that numpy is given: they are black there"
+)
 MOST_FILLED = 1 << 24
 AS_FLOAT = "float() of a number that nobody knows, such as a loss, is NaN"
 ALL_TRUE = "masks that say where numbers are written are true everywhere, which takes most"
@@ -195,6 +200,9 @@ class Answers:
         """How many elements of a mask are true."""
         if (known := self._read(tensor)) is not None:
             return int(known.count_nonzero())
+        if _writes_where_it_reads(next(_callers(), None)) and self._known_answer(tensor)[1] is None:
+            self.meanings[ALL_TRUE] = None
+            return tensor.numel()
         return int(self._answer(tensor, f"the code selects by {_kind(tensor)}, and how much depends on its values"))
 
     def kinds(self, tensor: torch.Tensor) -> int:
@@ -268,11 +276,15 @@ class Answers:
 
     def fill(self, tensor: torch.Tensor) -> Value:
         """What stands in an array or a list for each value of a tensor that nobody knows: what a person says in that
-        line, or NaN. There is none among whole numbers, and other ones could be taken for sizes."""
+        line, or NaN. There is none among whole numbers, and other ones could be taken for sizes; but bytes in rows and
+        columns are pictures."""
         said = self._known_answer(tensor)[1]
         if said is not None:
             return said
         if tensor.numel() <= MOST_FILLED and self._is_choice(tensor):
+            return 0
+        if tensor.dtype == torch.uint8 and tensor.dim() > 1 and tensor.numel() <= MOST_FILLED:
+            self.meanings[BLACK] = None
             return 0
         if not tensor.is_floating_point() or tensor.numel() > MOST_FILLED:
             raise self.refusal(tensor)
@@ -371,6 +383,10 @@ class Answers:
     def _say(self, frame: FrameType, value: Value) -> Value:
         self.given[_place(frame)] = value
         return value
+
+
+def _writes_where_it_reads(frame: FrameType | None) -> bool:
+    return frame is not None and _SAME_MASK.match(_line(frame)) is not None
 
 
 def _short_place(frame: FrameType) -> str:

@@ -422,7 +422,8 @@ class OwnCodeNames(CudaNames):
         place, values = tracer.place, tracer.values
 
         def text(tensor: Tensor, how: Callable[[Tensor], Any], without: Callable[[Tensor], Any]) -> Any:
-            if place(tensor) != "cuda":
+            is_copied = how is Tensor.tolist and tensor.device.type != "cpu" and place(tensor) == "cpu"
+            if place(tensor) != "cuda" and not is_copied:
                 return NotImplemented
             value = values.read(tensor)
             if value is None:
@@ -475,6 +476,10 @@ class OwnCodeNames(CudaNames):
             kwargs = {**kwargs, "device": _numbered(kwargs["device"])}
         if func is Tensor.to and len(args) > 1:
             args = (args[0], _numbered(args[1]), *args[2:])
+        if func is Tensor.__getitem__ and self.tracer.place(args[0]) == "cuda":
+            args = (args[0], indexing.lists_on_host(args[1]))
+        if func is Tensor.new and len(args) == 2 and isinstance(args[1], list):
+            func, kwargs = Tensor.new_tensor, {"dtype": args[0].dtype}
         if any(map(is_unknown, args)):
             self.tracer.assume(IN_TENSORS)
         answer = self._answered.get(func)

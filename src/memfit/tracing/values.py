@@ -2,9 +2,9 @@
 
 Token ids, masks, positions and labels decide shapes and branches: a mask with a zero in it forces other attention
 kernels. So tensors of whole numbers and truth values, and small ones of any type, keep their values beside them in host
-memory, and an op whose inputs are all known is also computed there. So do larger fractions that are mere copies, of a
-mask, or of what the host has, pictures or a table of angles, also put side by side, for a program may look at one of
-them, and masks made of ones; weights do not.
+memory, and an op whose inputs are all known is also computed there. So do larger fractions that are reckoned from data
+without weights, and larger ones still that are mere copies, of a mask, or of what the host has, pictures or a table of
+angles, also put side by side, for a program may look at one of them, and masks made of ones; weights do not.
 Everything else, a loss for one, has no value.
 
 A value belongs to a storage, as memory does: views share it, and an op in place changes it for all of them.
@@ -27,6 +27,8 @@ Storage = torch.UntypedStorage
 MOST_NUMBERS = 1 << 24
 """Elements of whole numbers that are followed; a batch of ids and its mask of pairs have fewer."""
 MOST_FLOATS = 1 << 12
+MOST_OF_DATA = 1 << 20
+"""Fractions that are reckoned from data alone, such as boxes that are matched with anchors before a loss."""
 MOST_COPIED = 1 << 22
 
 MADE_EMPTY = frozenset(
@@ -157,7 +159,7 @@ class Values:
         """After an op has run: what it made or changed is known, if what it was given is."""
         written = [value for value in _written(op, args, kwargs) if value.device.type == self._device.type]
         new = [t for t in _tensors(out) if t.device.type == self._device.type and not _is_among(t, written)]
-        most_floats = MOST_COPIED if _copies_known(op, args) else MOST_FLOATS
+        most_floats = _most_floats(op, args, kwargs)
         if not written and not any(_is_followed(each, most_floats) for each in new):
             return
         if op in MADE_EMPTY or (next(_tensors(args), None) is None and _draws_fractions(op, new)):
@@ -257,6 +259,13 @@ def _is_followed(tensor: Tensor, most_floats: int = MOST_FLOATS) -> bool:
     counted = tensor.untyped_storage().nbytes() // tensor.element_size()
     fractions = tensor.is_floating_point() or tensor.is_complex()
     return 0 < counted <= (most_floats if fractions else MOST_NUMBERS)
+
+
+def _most_floats(op: Any, args: Any, kwargs: Any) -> int:
+    if _copies_known(op, args):
+        return MOST_COPIED
+    given = list(_tensors((args, kwargs)))
+    return MOST_FLOATS if not given or any(each.requires_grad for each in given) else MOST_OF_DATA
 
 
 def _copies_known(op: Any, args: Any) -> bool:

@@ -54,6 +54,16 @@ def _masked_select(tracer: Tracer, x: Tensor, mask: Tensor) -> Tensor:
     return _index(tracer, both[0], [both[1]])
 
 
+def lists_on_host(index: Any) -> Any:
+    """Of `x[[2, 3]]` and `x[:, [2, 1, 0]]` the lists as tensors: torch makes them where nobody sees what is in them."""
+    if isinstance(index, tuple):
+        return tuple(map(lists_on_host, index))
+    if not isinstance(index, list) or not index or any(type(each) is not int for each in index):
+        return index
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        return torch.tensor(index, device="cpu")
+
+
 def _copies(x: Tensor, indices: Indices) -> list[int]:
     return [*_from_host(x, indices), *_as_long(indices), *_to_lie_alike(indices)]
 

@@ -3,13 +3,15 @@
 Once some such calls have made the same events, the next ones are not run: their events are written down again, and
 what they would return is made without them. A call counts only if nothing in it asked for a value, nothing that it made
 stays but what it returns and the weights that autocast keeps, nobody else holds that, and no block of before it was
-freed. It is told from others only while the model is what it was then: weights, modes, attributes, and no hooks.
+freed. The model may be a part of another one that calls it so, as a diffusion's sampler does. It is told from others
+only while the model is what it was then: weights, modes, attributes, and no hooks.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +50,21 @@ class RepeatedCalls:
         self._names, self._tracer, self._autocast = names, names.tracer, names.autocast
         self._maker = Maker(names.tracer)
         self._seen: dict[Any, _NotedCall] = {}
+        self._inside: Counter[int] = Counter()
+        """How often each module was called by the outermost one that runs, as a sampler calls its model."""
+        self._runs_inside = False
+
+    def for_call_of(self, module: torch.nn.Module) -> RepeatedCalls | None:
+        """None where the call is not looked at. Buffers may be what a module in training counts with."""
+        if self._tracer.modules.depth == 0:
+            self._inside.clear()
+        elif self._runs_inside:
+            return None
+        else:
+            self._inside[id(module)] += 1
+            if self._inside[id(module)] <= ALIKE:
+                return None
+        return None if module.training and next(module.buffers(), None) is not None else self
 
     def run(self, module: torch.nn.Module, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():  # tensors as they are, not as the traced code sees them
@@ -60,7 +77,11 @@ class RepeatedCalls:
             return call()
         tracer, trace = self._tracer, self._tracer.trace
         events, blocks, asked = len(trace), len(trace.requested), tracer.answers.questions
-        returned = [call()]
+        was, self._runs_inside = self._runs_inside, tracer.modules.depth > 0
+        try:
+            returned = [call()]
+        finally:
+            self._runs_inside = was
         with torch._C.DisableTorchFunction():
             now = None if tracer.answers.questions != asked else self._noted(events, blocks, returned)
         if now is None:

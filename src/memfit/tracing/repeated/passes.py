@@ -336,15 +336,17 @@ class _RepeatedNode(torch.autograd.Function):
 
 @contextmanager
 def repeated_calls_skipped(names: Any, is_own: Callable[[str], bool]) -> Iterator[None]:
-    """Modules that are called by no other one are told instead of run. `is_own`: whether a file is the
-    person's own: what its hooks may do nobody knows."""
+    """Modules that are called by no other one, or by one other again and again, are told instead of run. `is_own`:
+    whether a file is the person's own: what its hooks may do nobody knows."""
     calls, passes, tracer = RepeatedCalls(names), RepeatedPasses(names, is_own), names.tracer
     call, around = torch.nn.Module.__call__, tracer.on_backward
 
     def call_or_repeat(module: Any, *args: Any, **kwargs: Any) -> Any:
-        if tracer.modules.depth or tracer.in_backward or (module.training and not torch.is_grad_enabled()):
+        if tracer.in_backward or (tracer.modules.depth and torch.is_grad_enabled()):
             return call(module, *args, **kwargs)
-        repeated = passes if torch.is_grad_enabled() else calls
+        repeated = passes if torch.is_grad_enabled() else calls.for_call_of(module)
+        if repeated is None:
+            return call(module, *args, **kwargs)
         return repeated.run(module, lambda: call(module, *args, **kwargs), args, kwargs)
 
     def around_backward(begins: bool) -> None:
