@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -50,10 +52,13 @@ def test_a_large_model_of_small_weights_takes_no_host_memory_once_they_are_many(
 ) -> None:
     sizes: list[int] = []
     make = stored.without_memory
+
+    def counted(tracer: Any, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        sizes.append(shape.numel())
+        return make(tracer, shape, dtype)
+
     monkeypatch.setattr(stored, "MANY_WEIGHTS", 3 << 16)
-    monkeypatch.setattr(
-        stored, "without_memory", lambda tracer, shape, dtype: sizes.append(shape.numel()) or make(tracer, shape, dtype)
-    )
+    monkeypatch.setattr(stored, "without_memory", counted)
 
     def build() -> nn.Module:
         heads = [nn.Linear(256, 256, bias=size) for size in (False, True, False, True, False)]

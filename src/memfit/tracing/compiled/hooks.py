@@ -404,7 +404,8 @@ class Hooks:
             return torchs.convert_frame.ConvertFrameReturn(frame_exec_strategy=strategy)
 
         def converted(wrapper: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
-            if torch.distributed.is_available() and torch.distributed.is_initialized():
+            several = torch.distributed.is_available() and torch.distributed.is_initialized()
+            if several and not torchs.dynamo_config.disable:
                 # Before Dynamo looks: it would break the graph at what memfit has put in place of DDP's reducer.
                 refused = "memfit does not cover torch.compile in a job of several processes"
                 self.tracer.answers.refuse(TraceError(refused, hint=EAGERLY))
