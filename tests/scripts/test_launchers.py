@@ -181,3 +181,21 @@ def test_the_first_kind_of_fsdp_is_refused_with_the_line(write) -> None:  # type
 def test_a_script_that_was_started_alone_but_wants_others_is_told_what_is_missing(write) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(MemfitError, match="environment variable MASTER_ADDR expected"):
         memfit.trace_script(write("dist.init_process_group('nccl')\n"))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_job_of_several_processes_that_compiles_is_planned_with_the_compiler_switched_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("""
+import torch
+from torch.nn.parallel import DistributedDataParallel
+torch._dynamo.config.disable = True  # as TORCH_COMPILE_DISABLE=1 does in a process of its own
+torch.distributed.init_process_group("nccl")
+model = DistributedDataParallel(torch.compile(torch.nn.Linear(256, 256, device="cuda")))
+model(torch.ones(4, 256, device="cuda")).sum().backward()
+""")
+    plan = memfit.trace_script("torchrun --nproc_per_node=2 train.py")
+    weights = 4 * (256 * 256 + 256)
+    assert plan.peak.allocated_bytes >= 2 * weights  # and the bucket of their gradients

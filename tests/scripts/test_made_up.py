@@ -307,6 +307,7 @@ rows = load_dataset("my/own", split="train")
 made = rows.map(lambda row: {"both": row["query"] + row["response"]}, num_proc=4)
 assert len(made[0]["query"]) == 5000 and len(made[5]["query"]) == 250 and made[0]["caption"].count("word") == 100
 assert len(rows.select(range(10_000))) == len(rows.train_test_split(test_size=10_000)["test"]) == 10_000
+assert len(rows.train_test_split(test_size=0.0005)["test"]) == 100 and len(rows.train_test_split(0.25)["test"]) > 200
 assert len(load_dataset("superb", "ks")["train"][0]["audio"]["array"]) == 16_000
 torch.zeros(1, device="cuda")
 """
@@ -364,6 +365,18 @@ def test_every_sixth_row_is_short_so_that_batches_have_masks() -> None:
     made = data_sets_of("my/own", columns_of("my/own"), SimpleNamespace(Dataset=Rows, ClassLabel=lambda names: None))
     words = [row["text"].count("word") for row in made["train"].rows[:12]]
     assert words == [1000] * 5 + [50] + [1000] * 5 + [50]
+
+
+def test_a_short_talk_still_says_who_speaks() -> None:
+    class Rows:
+        @staticmethod
+        def from_list(rows: list[Any]) -> Any:
+            return SimpleNamespace(rows=rows, features={}, info=SimpleNamespace())
+
+    name = "Anthropic/hh-rlhf"
+    made = data_sets_of(name, columns_of(name), SimpleNamespace(Dataset=Rows, ClassLabel=lambda names: None))
+    short = made["train"].rows[5]["chosen"]
+    assert short == "\n\nHuman: " + "word " * 5 + "\n\nAssistant: " + "word " * 50
 
 
 NAMES_AND_SENTENCES = """

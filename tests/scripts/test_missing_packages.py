@@ -55,3 +55,33 @@ def test_an_error_that_says_what_to_install_is_told_rather_than_its_cause(
     Path("train.py").write_text(f"try: import nobodys\nexcept ImportError as e: raise ImportError({said}) from e")
     with pytest.raises(TraceError, match=r"needs a package that is not here: .*pip install Nobodys-Parts"):
         memfit.trace_script("train.py")
+
+
+def test_a_program_that_may_compile_kernels_and_asks_for_none_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("""
+import torch
+from torch.utils.cpp_extension import CUDA_HOME, include_paths, library_paths
+assert CUDA_HOME and library_paths("cuda") and include_paths("cuda")
+torch.zeros(256, device="cuda")
+""")
+    assert memfit.trace_script("train.py").peak.allocated_bytes == 1024
+
+
+def test_kernels_that_a_program_compiles_are_refused_also_where_it_would_do_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("""
+import torch
+from torch.utils.cpp_extension import load_inline
+try:
+    load_inline("fused", [""], cuda_sources=["__global__ void fused() {}"], functions=["fused"])
+except Exception:
+    pass
+torch.zeros(256, device="cuda")
+""")
+    with pytest.raises(TraceError, match=r"train.py:5.*the code compiles CUDA kernels of its own \(fused\)"):
+        memfit.trace_script("train.py")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
+import memfit
 from memfit.events import Action, Trace
+from memfit.tracing import stored
 from memfit.tracing.tracer import Tracer, trace
 
 
@@ -40,3 +45,25 @@ def test_a_module_that_is_entered_by_itself_has_the_name_it_was_given() -> None:
 
     traced = trace(job)
     assert "model.layers.3.1" in {traced.module(block) for block in range(len(traced.requested))}
+
+
+def test_a_large_model_of_small_weights_takes_no_host_memory_once_they_are_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes: list[int] = []
+    make = stored.without_memory
+
+    def counted(tracer: Any, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        sizes.append(shape.numel())
+        return make(tracer, shape, dtype)
+
+    monkeypatch.setattr(stored, "MANY_WEIGHTS", 3 << 16)
+    monkeypatch.setattr(stored, "without_memory", counted)
+
+    def build() -> nn.Module:
+        heads = [nn.Linear(256, 256, bias=size) for size in (False, True, False, True, False)]
+        return nn.Sequential(*heads).cuda()
+
+    plan = memfit.trace(build)
+    # Three weights are as many as are drawn; the biases of 256 numbers are drawn whatever comes before.
+    assert sizes == [1 << 16] * 2 and plan.peak.allocated_bytes == 5 * (4 << 16) + 2 * 1024

@@ -471,6 +471,21 @@ def test_flex_attention_makes_its_result_and_the_sums_of_its_rows_and_three_grad
     assert made.count(2 * 8 * 1024 * 4) >= 2  # of each row: the logarithm of its sum, and what backward needs of it
 
 
+def test_after_compiled_code_that_enters_modes_of_its_own_cuda_still_means_the_card() -> None:
+    from torch.overrides import BaseTorchFunctionMode
+
+    @torch.compile
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        with BaseTorchFunctionMode():
+            return x * 2
+
+    def run() -> torch.Tensor:
+        doubled(torch.ones(256, device="cuda"))
+        return torch.ones(MiB, device="cuda")
+
+    assert 4 * MiB in memfit.trace(run, gpu="H200").trace.requested
+
+
 @pytest.mark.skipif(not is_triton_here(), reason="a Triton kernel needs triton")
 def test_a_triton_kernel_of_ones_own_changes_what_it_writes_and_makes_nothing() -> None:
     from accuracy.silu_kernel import silu_times

@@ -169,6 +169,7 @@ def _run_traced(
     from memfit.tracing.outside import nothing_saved, put_back
     from memfit.tracing.own_code import OwnCodeNames
     from memfit.tracing.packages.bitsandbytes import bitsandbytes_traced
+    from memfit.tracing.packages.cuda_extensions import kernels_not_compiled
     from memfit.tracing.packages.matching import matching_of_unknown_costs
     from memfit.tracing.packages.torchscript import torchscript_traced
     from memfit.tracing.pretended_card import card_pretended
@@ -196,6 +197,7 @@ def _run_traced(
             bitsandbytes_traced(tracer),
             matching_of_unknown_costs(tracer),
             torchscript_traced(tracer, is_own),
+            kernels_not_compiled(tracer),
         ):
             code(tracer)
 

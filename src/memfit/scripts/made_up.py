@@ -29,7 +29,7 @@ from memfit.scripts.made_up_rows import (
 )
 
 PATCHES = (patches_of_pictures, patches_of_timm, patches_of_encodings, patches_of_hub, patches_of_nltk)
-TIMES_STREAMED = 100
+TIMES_STREAMED, FEWEST_PARTED = 100, 100
 FEWEST_TOKENS = 250
 """Those of bytes have more; one without its files has a handful, T5's a hundred."""
 TEMPLATE = (
@@ -233,9 +233,14 @@ def _again_from_the_first(select: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_rows_to_spare(part: Callable[..., Any]) -> Callable[..., Any]:
+    """A made-up data set stands for a long one: also a thousandth of that is more than a batch."""
+
     def parted(self: Any, test_size: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if self.info.description == MADE_UP and isinstance(test_size, int) and test_size >= len(self):
-            self = self.select(range(test_size + len(self)))
+        if self.info.description == MADE_UP:
+            if isinstance(test_size, int) and test_size >= len(self):
+                self = self.select(range(test_size + len(self)))
+            if isinstance(test_size, float) and test_size * len(self) < FEWEST_PARTED < len(self):
+                test_size = FEWEST_PARTED
         return part(self, test_size, *args, **kwargs)
 
     return parted

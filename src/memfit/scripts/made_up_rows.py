@@ -199,8 +199,11 @@ def _shortened(value: Any) -> Any:
         return [_shortened(each) for each in value]
     if isinstance(value, str) and SOUND_FILE.fullmatch(value):
         return f"made-up-{min(seconds_of(value), SHORT_SECONDS)}s.wav"
-    has_words = isinstance(value, str) and "word " in value
-    return "word " * max(value.count("word ") // SHORT_PART, 1) if has_words else value
+    return re.sub("(word )+", _fewer, value) if isinstance(value, str) else value
+
+
+def _fewer(words: re.Match[str]) -> str:
+    return "word " * max(words[0].count("word ") // SHORT_PART, 1)
 
 
 def _with_classes(made: Any, data: Any, count: int) -> Any:

@@ -40,6 +40,8 @@ DTYPES = {
 """As safetensors writes them."""
 LARGE_WEIGHT = 1 << 22
 """Of so many numbers: a model of 7 billion would take more memory than many a machine has that plans it."""
+MANY_WEIGHTS, ONE_OF_MANY = 1 << 28, 1 << 16
+"""A large model may have small weights, one for each head: after so many numbers those of so many are large too."""
 MARK = b"memfit: saved in a trace, "
 
 
@@ -105,13 +107,20 @@ def without_memory(tracer: OwnCodeTracer, shape: Any, dtype: torch.dtype) -> Ten
 def large_weights_without_memory(tracer: OwnCodeTracer) -> Iterator[None]:
     """Those that the code makes on the host: before it fills them, the system has given no memory for them."""
     make = nn.Parameter.__new__
+    made = 0
+
+    def is_large(numbers: int) -> bool:
+        nonlocal made
+        made += numbers
+        return numbers >= LARGE_WEIGHT or (made > MANY_WEIGHTS and numbers >= ONE_OF_MANY)
 
     def make_parameter(kind: Any, data: Any = None, requires_grad: bool = True) -> Any:
-        if kind is nn.Parameter and isinstance(data, Tensor) and data.numel() >= LARGE_WEIGHT:
+        if kind is nn.Parameter and isinstance(data, Tensor) and data.numel() >= ONE_OF_MANY:
             with torch._C.DisableTorchFunction():
                 lies_on_host = type(data) in (Tensor, nn.Parameter) and data.device.type == "cpu"
                 plain = lies_on_host and data.layout == torch.strided and data.is_contiguous()
-            data = without_memory(tracer, data.shape, data.dtype) if plain else data
+            if plain and is_large(data.numel()):
+                data = without_memory(tracer, data.shape, data.dtype)
         return make(kind, data, requires_grad)
 
     with mock.patch.object(nn.Parameter, "__new__", staticmethod(make_parameter)):

@@ -232,6 +232,7 @@ class Hooks:
             (torchs.known_shapes, "_CODE_STATE", None),
             (torchs.known_shapes, "_INIT_CODE_STATE", None),
             (torchs.function_modes.SymbolicTorchFunctionState, "__init__", self._function_modes()),
+            (torchs.dynamo_utils, "set_torch_function_mode_stack", self._function_modes_put_back()),
             (torchs.regions.AutocastModeVariable, "__init__", self._regions()),
             (torchs.convert_frame.CatchErrorsWrapper, "__call__", self._frames()),
             (fx, "compile_fx", self._whole_graphs()),
@@ -292,6 +293,16 @@ class Hooks:
             make(state, [mode for mode in modes if mode is not self.names], *args, **kwargs)
 
         return made
+
+    def _function_modes_put_back(self) -> Callable[..., None]:
+        """Code that enters modes of its own, as `create_block_mask` does, puts back those that Dynamo was told of."""
+        put_back = compiler().dynamo_utils.set_torch_function_mode_stack
+
+        def with_names(stack: list[Any]) -> None:
+            is_there = self.names in torch.overrides._get_current_function_mode_stack()
+            put_back([self.names, *stack] if is_there and self.names not in stack else stack)
+
+        return with_names
 
     def _regions(self) -> Callable[..., None]:
         """A region of the traced device, as accelerate makes it for the Trainer, is read as one of the card."""
@@ -393,7 +404,8 @@ class Hooks:
             return torchs.convert_frame.ConvertFrameReturn(frame_exec_strategy=strategy)
 
         def converted(wrapper: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
-            if torch.distributed.is_available() and torch.distributed.is_initialized():
+            several = torch.distributed.is_available() and torch.distributed.is_initialized()
+            if several and not torchs.dynamo_config.disable:
                 # Before Dynamo looks: it would break the graph at what memfit has put in place of DDP's reducer.
                 refused = "memfit does not cover torch.compile in a job of several processes"
                 self.tracer.answers.refuse(TraceError(refused, hint=EAGERLY))

@@ -12,7 +12,10 @@ import torch
 
 from memfit.errors import TraceError
 
-EAGERLY = "plan it without torch.compile: the plan is then that of eager mode, which often needs more"
+EAGERLY = (
+    "plan it without torch.compile (TORCH_COMPILE_DISABLE=1 before the command): the plan is then that of eager mode,"
+    " which often needs more"
+)
 NEEDED = {
     "convert_frame": ("torch._dynamo.convert_frame", "CatchErrorsWrapper ConvertFrameReturn FrameExecStrategy"),
     "eval_frame": ("torch._dynamo.eval_frame", "reset_code _stance DynamoStance"),

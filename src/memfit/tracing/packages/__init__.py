@@ -4,6 +4,7 @@ from __future__ import annotations
 
 DOOR = {
     "bitsandbytes": "bitsandbytes_traced",
+    "cuda_extensions": "kernels_not_compiled",
     "matching": "matching_of_unknown_costs",
     "torchscript": "torchscript_traced",
 }
