@@ -377,6 +377,8 @@ def test_who_asks_the_hub_for_the_config_of_a_shipped_model_by_himself_gets_it(r
         "from huggingface_hub import hf_hub_download\n"
         "torch.zeros(1, device='cuda')\n"
         "said = json.loads(pathlib.Path(hf_hub_download('prajjwal1/bert-tiny', 'config.json')).read_text())\n"
-        "note(hidden=said['hidden_size'], kind=said['model_type'])"
+        "index = hf_hub_download(repo_id='stabilityai/stable-diffusion-xl-base-1.0', filename='model_index.json')\n"
+        "note(hidden=said['hidden_size'], kind=said['model_type'],\n"
+        "     pipeline=json.loads(pathlib.Path(index).read_text())['_class_name'])"
     )  # type: ignore[operator]
-    assert told == {"hidden": 128, "kind": "bert"}
+    assert told == {"hidden": 128, "kind": "bert", "pipeline": "StableDiffusionXLPipeline"}

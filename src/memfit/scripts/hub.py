@@ -18,7 +18,7 @@ from memfit.analysis.stacks import is_own
 from memfit.errors import TraceError
 from memfit.files import written_whole
 from memfit.models.presets import Preset, encoders, find_preset
-from memfit.scripts.hub_pipelines import folder_of, patches_of_pipelines
+from memfit.scripts.hub_pipelines import file_of, folder_of, patches_of_pipelines
 from memfit.scripts.hub_uploads import everywhere, patches_of_uploads
 from memfit.scripts.made_up_processors import FILE as PROCESSOR
 from memfit.scripts.made_up_processors import settings_made_up, told
@@ -178,7 +178,10 @@ def _config_of_one(find: Callable[..., Any], tracer: Any, folder: Path) -> Calla
         try:
             return find(repo_id, filename, *args, **kwargs)
         except OSError:
-            preset = find_preset(str(repo_id)) if filename == CONFIG and not kwargs.get("subfolder") else None
+            within = kwargs.get("subfolder")
+            if (file := file_of(repo_id, filename, within, tracer, folder)) is not None:
+                return file
+            preset = find_preset(str(repo_id)) if filename == CONFIG and not within else None
             if preset is None or preset.storage is not None or tracer.stopped is not None:
                 raise
         return _written_as_shipped(str(repo_id), preset, tracer, folder)

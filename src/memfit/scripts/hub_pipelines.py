@@ -26,14 +26,20 @@ def folder_of(name: Any, tracer: Any, folder: Path) -> Any:
     return str(found.written_to(folder))
 
 
+def file_of(name: Any, file: Any, within: str | None, tracer: Any, folder: Path) -> str | None:
+    place = folder_of(name, tracer, folder)
+    found = Path(str(place), within or "", str(file))
+    return str(found) if place is not name and found.is_file() else None
+
+
 def patches_of_pipelines(tracer: Any, folder: Path, done: set[str]) -> list[Any]:
     replaced = []
     for module, kind_name, name in _LOADERS:
         kind = getattr(sys.modules.get(module), kind_name, None)
         if kind is not None and kind_name not in done:
             done.add(kind_name)
-            load = kind.__dict__[name].__func__
-            replaced.append(mock.patch.object(kind, name, classmethod(_in_folder(load, tracer, folder))))
+            instead: Any = classmethod(_in_folder(kind.__dict__[name].__func__, tracer, folder))
+            replaced.append(mock.patch.object(kind, name, instead))
     hub: Any = sys.modules.get("huggingface_hub")
     if hub is not None and "model_info" not in done:
         done.add("model_info")
