@@ -35,6 +35,15 @@ MEASURED = {
 }
 
 
+COUNTED_AS = {
+    **dict.fromkeys(("t5", "mt5", "pegasus", "mbart", "m2m_100"), "AutoModelForSeq2SeqLM"),
+    **dict.fromkeys(("detr", "conditional_detr", "deformable_detr", "rt_detr"), "AutoModelForObjectDetection"),
+    "audio-spectrogram-transformer": "AutoModelForAudioClassification",
+    "depth_anything": "AutoModelForDepthEstimation",
+    "vit_mae": "ViTMAEForPreTraining",
+}
+
+
 PHI3 = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "resid_pdrop", "embd_pdrop", "attention_dropout", "max_position_embeddings", "sliding_window",
@@ -111,11 +120,13 @@ def test_every_encoder_builds_and_has_its_published_parameter_count(preset: Pres
     settings = dict(preset.config)
     config = transformers.CONFIG_MAPPING[settings.pop("model_type")](**settings)
     kind = "AutoModelForImageClassification" if "num_labels" in settings else "AutoModel"
-    kind = "AutoModelForSeq2SeqLM" if preset.model_type in ("t5", "mt5") else kind
+    kind = COUNTED_AS.get(preset.model_type, (settings.get("architectures") or [kind])[0])
+    make: Any = getattr(transformers, kind)
     with torch.device("meta"):
-        model = getattr(transformers, kind).from_config(config)
+        model = make.from_config(config) if kind.startswith("Auto") else make(config)
     # The checkpoint has a head of its own, which transformers ties until it sees it.
-    head = 0 if settings.get("tie_word_embeddings", True) else settings["vocab_size"] * settings["d_model"]
+    of_t5 = preset.model_type in ("t5", "mt5") and not settings.get("tie_word_embeddings", True)
+    head = settings["vocab_size"] * settings["d_model"] if of_t5 else 0
     assert parameter_count(model) + head == preset.parameters
 
 

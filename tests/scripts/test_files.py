@@ -335,3 +335,63 @@ def test_a_processor_of_a_model_that_nobody_knows_is_told_without_a_flag_that_wo
     with pytest.raises(MemfitError, match="nobody/sound") as error:
         run(code, synthetic_data=True)
     assert "is made up where the model's config is here" in error.value.hint
+
+
+def test_a_pipeline_comes_by_its_name_with_tokens_of_its_text_model_and_trains(run: object) -> None:
+    pytest.importorskip("diffusers", reason="diffusers is not installed")
+    told, plan = run(
+        "from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel\n"
+        "from huggingface_hub import model_info\n"
+        "from transformers import AutoTokenizer, CLIPTextModel\n"
+        "name = 'stable-diffusion-v1-5/stable-diffusion-v1-5'\n"
+        "unet = UNet2DConditionModel.from_pretrained(name, subfolder='unet').cuda()\n"
+        "text = CLIPTextModel.from_pretrained(name, subfolder='text_encoder')\n"
+        "tokenizer = AutoTokenizer.from_pretrained(name, subfolder='tokenizer')\n"
+        "ids = tokenizer('a dog', padding='max_length', truncation=True, return_tensors='pt').input_ids\n"
+        "note(trained=sum(p.numel() for p in unet.parameters() if p.requires_grad), ids=list(ids.shape),\n"
+        "     text=sum(p.numel() for p in text.parameters()), held=torch.cuda.memory_allocated(),\n"
+        "     steps=DDPMScheduler.from_pretrained(name, subfolder='scheduler').config.num_train_timesteps,\n"
+        "     has_vae='vae/config.json' in [each.rfilename for each in model_info(name).siblings])",
+        synthetic_data=True,
+    )  # type: ignore[operator]
+    held = told.pop("held")
+    assert told == {"trained": 859_520_964, "ids": [1, 77], "text": 123_060_480, "steps": 1000, "has_vae": True}
+    assert held // 859_520_964 == 4
+    assert any("the configs of its parts as memfit ships them" in note for note in plan.notes)
+
+
+def test_what_goes_to_the_hub_goes_nowhere_and_the_program_goes_on(run: object) -> None:
+    told, plan = run(
+        "from huggingface_hub import HfApi, create_repo, upload_folder\n"
+        "torch.zeros(1, device='cuda')\n"
+        "name = create_repo('mine', exist_ok=True).repo_id\n"
+        "upload_folder(repo_id=name, folder_path='.')\n"
+        "job = HfApi().upload_folder(repo_id=name, folder_path='.', run_as_future=True)\n"
+        "note(name=name, done=job.done())"
+    )  # type: ignore[operator]
+    assert told == {"name": "you/mine", "done": True}
+    assert "what the program sends to the Hub goes nowhere" in plan.notes
+
+
+def test_a_weight_without_memory_that_is_sent_to_the_host_is_itself_and_can_be_trained(run: object) -> None:
+    told, _ = run(
+        "weight = nn.Parameter(nn.Linear(8192, 2048).weight.detach())\n"
+        "torch.zeros(1, device='cuda')\n"
+        "with torch.no_grad():\n"
+        "    again, half = weight.to('cpu', non_blocking=False), weight.to(device='cpu', dtype=torch.float16)\n"
+        "note(same=again is weight and weight.cpu() is weight, trained=again.requires_grad,\n"
+        "     half=str(half.dtype), other=half is weight, copied=weight.to('cpu', copy=True) is weight)"
+    )  # type: ignore[operator]
+    assert told == {"same": True, "trained": True, "half": "torch.float16", "other": False, "copied": False}
+
+
+def test_who_asks_the_hub_for_the_config_of_a_shipped_model_by_himself_gets_it(run: object) -> None:
+    told, _ = run(
+        "from huggingface_hub import hf_hub_download\n"
+        "torch.zeros(1, device='cuda')\n"
+        "said = json.loads(pathlib.Path(hf_hub_download('prajjwal1/bert-tiny', 'config.json')).read_text())\n"
+        "index = hf_hub_download(repo_id='stabilityai/stable-diffusion-xl-base-1.0', filename='model_index.json')\n"
+        "note(hidden=said['hidden_size'], kind=said['model_type'],\n"
+        "     pipeline=json.loads(pathlib.Path(index).read_text())['_class_name'])"
+    )  # type: ignore[operator]
+    assert told == {"hidden": 128, "kind": "bert", "pipeline": "StableDiffusionXLPipeline"}

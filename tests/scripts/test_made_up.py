@@ -327,14 +327,16 @@ def test_a_column_is_asked_for_by_its_key_or_as_the_command_names_it() -> None:
     def once(more_columns: tuple[str, ...]) -> int:
         more.append(more_columns)
         missing = [KeyError("query"), ValueError("--image_column value 'picture_path' needs to be one of: text, label"),
-                   ValueError("Column 'qid' doesn't exist.")]  # fmt: skip
+                   ValueError("Column 'qid' doesn't exist."),
+                   ValueError("`--hint_column` value 'hint' not found in dataset columns.")]  # fmt: skip
         if len(more_columns) < len(missing):
             with columns_are_made_up({"my/own": ("text",)}, ["--image_column=picture_path"]):
                 raise TraceError("the job itself fails", hint="raised at train.py:3") from missing[len(more_columns)]
         return 1
 
     assert with_columns_asked_for(once) == 1
-    assert more == [(), ("query",), ("query", "picture_path"), ("query", "picture_path", "qid")]
+    wanted = ("query", "picture_path", "qid", "hint")
+    assert more == [wanted[:count] for count in range(5)]
 
 
 def test_a_program_that_still_lacks_the_column_is_told_of_it() -> None:

@@ -13,6 +13,7 @@ DOOR = {
     "gguf": "gguf_file",
     "gsa": "GsaConfig GsaForCausalLM",
     "heads": "HEAD_NAMES Head as_language_model picture",
+    "pipelines": "is_shipped pipelines",
     "presets": (
         "BASICS BasicsConfig GATHER GSA_SETTINGS GSA_SIZES GSA_TYPE LATER_SIZES Preset SIZES encoders find_preset "
         "is_basics is_gsa presets variants"

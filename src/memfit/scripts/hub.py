@@ -18,6 +18,8 @@ from memfit.analysis.stacks import is_own
 from memfit.errors import TraceError
 from memfit.files import written_whole
 from memfit.models.presets import Preset, encoders, find_preset
+from memfit.scripts.hub_pipelines import file_of, folder_of, patches_of_pipelines
+from memfit.scripts.hub_uploads import everywhere, patches_of_uploads
 from memfit.scripts.made_up_processors import FILE as PROCESSOR
 from memfit.scripts.made_up_processors import settings_made_up, told
 from memfit.scripts.watched import folder_for_files
@@ -46,6 +48,13 @@ def hub_pretended(tracer: Any, *, made_up: bool = False) -> Iterator[None]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="memfit-", dir=folder_for_files())))
 
         def patch() -> None:
+            for each in patches_of_pipelines(tracer, folder, done):
+                stack.enter_context(each)
+            if "uploads" not in done and (uploads := patches_of_uploads(tracer)):
+                done.add("uploads")
+                real = sys.modules["huggingface_hub"].hf_hub_download
+                for each in uploads + everywhere("hf_hub_download", real, _config_of_one(real, tracer, folder)):
+                    stack.enter_context(each)
             hub: Any = sys.modules.get("transformers.utils.hub")
             if hasattr(hub, "cached_files") and "files" not in done:
                 done.add("files")
@@ -139,7 +148,8 @@ def _shipped_configs(find: Callable[..., Any], tracer: Any, folder: Path, missed
     def cached_files(path_or_repo_id: Any, filenames: list[str], **kwargs: Any) -> Any:
         name, missing = str(path_or_repo_id), None
         try:
-            if (found := find(path_or_repo_id, filenames, **kwargs)) is not None:
+            place = folder_of(path_or_repo_id, tracer, folder)
+            if (found := find(place, filenames, **kwargs)) is not None:
                 return found
         except OSError as error:
             missing = error
@@ -151,9 +161,7 @@ def _shipped_configs(find: Callable[..., Any], tracer: Any, folder: Path, missed
         if preset is not None and preset.storage is not None:
             raise _quantised_already(name)
         if preset is not None:
-            tracer.assume(f"{name}: its config as memfit ships it ({preset.name})")
-            said = {"torch_dtype": "float32", **_architecture(preset), **preset.config}
-            return [_written(folder / preset.name / CONFIG, said)]
+            return [_written_as_shipped(name, preset, tracer, folder)]
         if missing is not None:
             missed[:] = [name, *filenames]
             missing.missed = missed  # type: ignore[attr-defined]
@@ -161,6 +169,30 @@ def _shipped_configs(find: Callable[..., Any], tracer: Any, folder: Path, missed
         return None
 
     return cached_files
+
+
+def _config_of_one(find: Callable[..., Any], tracer: Any, folder: Path) -> Callable[..., Any]:
+    """For those who ask the Hub for the file by themselves."""
+
+    def hf_hub_download(repo_id: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return find(repo_id, filename, *args, **kwargs)
+        except OSError:
+            within = kwargs.get("subfolder")
+            if (file := file_of(repo_id, filename, within, tracer, folder)) is not None:
+                return file
+            preset = find_preset(str(repo_id)) if filename == CONFIG and not within else None
+            if preset is None or preset.storage is not None or tracer.stopped is not None:
+                raise
+        return _written_as_shipped(str(repo_id), preset, tracer, folder)
+
+    return hf_hub_download
+
+
+def _written_as_shipped(name: str, preset: Preset, tracer: Any, folder: Path) -> str:
+    tracer.assume(f"{name}: its config as memfit ships it ({preset.name})")
+    said = {"torch_dtype": "float32", **_architecture(preset), **preset.config}
+    return _written(folder / preset.name / CONFIG, said)
 
 
 def _tokens_of_whisper(preset: Preset) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+from memfit.models.pipelines import is_shipped
 from memfit.scripts.made_up_columns import MadeUp, columns_asked_for
 from memfit.scripts.made_up_encodings import CHARACTERS_A_TOKEN, patches_of_encodings
 from memfit.scripts.made_up_files import patches_of_hub, patches_of_nltk
@@ -103,11 +104,11 @@ def _found_or_made(find: Callable[..., Any], tracer: Any, made_up: MadeUp, wante
     def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             found = find(cls, name, *args, **kwargs)
-            if len(found) >= FEWEST_TOKENS or os.path.isdir(name):
+            if len(found) >= FEWEST_TOKENS or _is_a_folder_of_its_own(name):
                 return found
             raise OSError(f"the tokenizer of {name} is not in the cache of huggingface.co")
         except (OSError, ValueError, TypeError) as error:  # others than the first where it has found none of its files
-            if not wanted or (not isinstance(error, OSError) and os.path.isdir(name)):
+            if not wanted or (not isinstance(error, OSError) and _is_a_folder_of_its_own(name)):
                 raise
         made = make_tokenizer(str(name), kwargs)
         made_up[str(name)] = (f"a tokenizer of {len(made):,} tokens",)
@@ -117,6 +118,10 @@ def _found_or_made(find: Callable[..., Any], tracer: Any, made_up: MadeUp, wante
         return made
 
     return from_pretrained
+
+
+def _is_a_folder_of_its_own(name: Any) -> bool:
+    return os.path.isdir(name) and not is_shipped(str(name))
 
 
 def _processor_or_tokenizer(find: Callable[..., Any]) -> Callable[..., Any]:
@@ -140,7 +145,7 @@ def make_tokenizer(name: str, asked: dict[str, Any]) -> Any:
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import AutoConfig, PreTrainedTokenizerFast
 
-    config = AutoConfig.from_pretrained(name).get_text_config()
+    config = AutoConfig.from_pretrained(name, subfolder=asked.get("subfolder") or "").get_text_config()
     special: dict[str, int] = {}
     for kind in ("bos", "eos", "pad"):
         number = getattr(config, f"{kind}_token_id", None)

@@ -21,6 +21,9 @@ MOST = 6
 _OF_COLUMNS = re.compile(r"column|feature|field|key|split|label|vocab|tokenizer", re.IGNORECASE)
 _QUOTED = re.compile(r"""['"`]([a-z_][a-z0-9_]*)['"`]""")
 _NO_COLUMN = re.compile(r"""\bcolumn ['"`]([a-z_][a-z0-9_]*)['"`]""", re.IGNORECASE)
+_NOT_FOUND = re.compile(
+    r"""['"`]([a-z_][a-z0-9_]*)['"`]\s+(?:(?:is|was|does)\s+)?(?:not (?:found|in\b|present|exist)|needs to be one of)"""
+)
 _NAME = re.compile(r"[a-z_][a-z0-9_]*")
 _FEW = "word " * FEW_WORDS
 BY_NAME: tuple[tuple[str, Any], ...] = (
@@ -100,5 +103,6 @@ def _column_of(cause: BaseException | None, made_up: MadeUp, words: Sequence[str
         asked = [str(each) for each in cause.args[:1] if isinstance(each, str) and _NAME.fullmatch(each)]
     else:
         typed = {part for word in words for part in (word, word.rpartition("=")[2])}
-        asked = [each for each in _QUOTED.findall(str(cause)) if each in typed] + _NO_COLUMN.findall(str(cause))
+        asked = [each for each in _QUOTED.findall(str(cause)) if each in typed]
+        asked += _NO_COLUMN.findall(str(cause)) + _NOT_FOUND.findall(str(cause))
     return next((each for each in asked if each not in known), None)

@@ -74,6 +74,7 @@ COLUMNS: tuple[tuple[str, dict[str, Any]], ...] = (
                                      "semantic_class_to_id": {"background": 0, "class 1": 1, "class 2": 2}}),
     (r"sidewalk", {"pixel_values": PICTURE, "label": "{mask}"}),
     (r"scene_parse|ade20k", {"image": PICTURE, "annotation": "{mask}", "scene_category": 0}),
+    (r"fill50k|controlnet|conditioning", {"image": PICTURE, "conditioning_image": PICTURE, "text": FEW}),
     (r"blip-captions|naruto|pokemon|image.*caption|flickr", {"image": PICTURE, "text": FEW}),
     (r"imagenet|food.?101|iiit|\bpets\b|oxford.?pets|flowers|stanford.?cars|eurosat|caltech",
      {"image": PICTURE, "label": 0}),

@@ -31,6 +31,7 @@ from memfit.tracing.answers import Answers, asked_by, asking_line
 from memfit.tracing.cuda_names import CUDA_TENSOR_TYPES, FROM_HOST, CudaNames, CudaTensorType
 from memfit.tracing.kernels import indexing
 from memfit.tracing.kernels.products import PRODUCTS, SCALED, Workspaces
+from memfit.tracing.stored import kept_on_host
 from memfit.tracing.tracer import KnownOp, Tracer
 from memfit.tracing.unknown import is_unknown
 from memfit.tracing.values import Values
@@ -496,6 +497,10 @@ class OwnCodeNames(CudaNames):
             kwargs = {**kwargs, "device": default_device.CURRENT_DEVICE}
         if func is Tensor.to and len(args) > 1 and isinstance(args[1], Tensor):
             args = (args[0], DEVICES[self.tracer.place(args[1])], args[1].dtype, *args[2:])
+        if func in (Tensor.to, Tensor.cpu) and isinstance(args[0], Tensor):
+            kept = kept_on_host(self.tracer, func, args, kwargs)
+            if kept is not NotImplemented:
+                return kept
         if func is not torch.device and _names(args, kwargs, "meta"):
             return self._on_meta(func, args, kwargs)
         if kwargs.get("pin_memory"):

@@ -16,15 +16,17 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memfit.tracing.own_code import OwnCodeTracer
 from memfit.tracing.values import MOST_NUMBERS
+
+if TYPE_CHECKING:
+    from memfit.tracing.own_code import OwnCodeTracer
 
 Tensor = torch.Tensor
 SMALL_BYTES = 1 << 14
@@ -101,6 +103,24 @@ def without_memory(tracer: OwnCodeTracer, shape: Any, dtype: torch.dtype) -> Ten
         made = torch.empty(tuple(shape), dtype=dtype, device=tracer.device)
     tracer.put_on_host(made, "cpu")
     return made
+
+
+def kept_on_host(tracer: OwnCodeTracer, func: Any, args: Any, kwargs: Any) -> Any:
+    """`weight.to("cpu")`, `weight.cpu()`: without memory too it stays the tensor that it is, which may be trained."""
+    first, where = args[0], kwargs.get("device", args[1] if len(args) > 1 else None)
+    if first.device.type != tracer.device.type or tracer.place(first) != "cpu":
+        return NotImplemented
+    if func is Tensor.cpu:
+        return first
+    if str(where) not in ("cpu", "cpu:0"):
+        return NotImplemented
+    by_place, by_name = args[1:], dict(kwargs)
+    if "device" in kwargs:
+        by_name["device"] = tracer.device
+    else:
+        by_place = (tracer.device, *args[2:])
+    with torch._C.DisableTorchFunction():
+        return func(first, *by_place, **by_name)
 
 
 @contextmanager
