@@ -210,6 +210,7 @@ WRITERS = {
     "models/gguf.py": "into a folder of its own, which is renamed when whole",
     "planning/cache.py": "a link of the entry's name is replaced, not followed",
     "fitting/claims.py": "into a temporary folder",
+    "models/pipelines.py": "configs of a pipeline, into a temporary folder",
     "serving/viewer.py": "what is dropped onto the page, into a temporary file",
     "scripts/made_up_columns.py": "a made-up picture, into a temporary folder",
     "scripts/made_up_files.py": "made-up names of classes, into a temporary folder",

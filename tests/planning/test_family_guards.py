@@ -144,7 +144,7 @@ def test_three_points_that_cannot_be_learned_from_are_enough_to_give_up(
     def fail(*_: Any) -> None:
         raise NotSeparable("a rule's buffer is used outside of it")
 
-    monkeypatch.setattr("memfit.planning.traced.parts_of", lambda heard, length: {"all": noted})
+    monkeypatch.setattr(families, "parts_of", lambda heard, length: {"all": noted})
     monkeypatch.setattr(families, "stream_of", fail)
     given_up = []
     for batch in (2, 3, 4):

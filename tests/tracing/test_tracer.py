@@ -705,7 +705,7 @@ def test_a_module_that_raises_leaves_the_names_right() -> None:
     [
         pytest.param(lambda x: x.nonzero(), "selects by a float32 tensor", id="nonzero"),
         pytest.param(lambda x: x[x > 0], "selects by a bool tensor", id="mask as index"),
-        pytest.param(lambda x: x.unique(), "unique", id="unique"),
+        pytest.param(lambda x: x.unique(), "which values a float32 tensor has", id="unique"),
         pytest.param(lambda x: torch.equal(x, x + 1), "asks a bool tensor for its value", id="equal"),
         pytest.param(lambda x: torch.allclose(x, x), "asks a bool tensor for its value", id="all close"),
         pytest.param(lambda x: x.cpu(), "asks a float32 tensor for all its values", id="to the host"),
