@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from memfit.models.presets import Preset, encoders, find_preset, name_key, presets
+from memfit.models import registry
+from memfit.models.presets import NOT_COMPARED, Preset, encoders, find_preset, name_key, presets
 from memfit.models.registry import OWN_TYPES, build_model, load_config, parameter_count, resolve, supports_sdpa
 
 # The models that memfit's accuracy is measured on, written out from the measuring scripts:
@@ -79,13 +80,13 @@ def test_the_counts_of_well_known_models_are_the_published_ones() -> None:
     assert counts["llama-3.1-405b"] == 405_853_388_800
 
 
-def test_there_are_seventy_published_configs_three_base_models_one_of_class_defaults_and_memfit_s_own() -> None:
+def test_there_are_seventy_five_published_configs_three_base_models_one_of_class_defaults_and_memfit_s_own() -> None:
     derived = [preset.name for preset in presets() if preset.source.startswith("derived: smollm2")]
-    defaults = [preset.name for preset in presets() if "defaults of" in preset.source]
+    defaults = [preset.name for preset in presets() if preset.source.startswith("transformers")]
 
     own = [preset.name for preset in presets() if preset.model_type in OWN_TYPES]
 
-    assert len(presets()) == 70 + 3 + 1 + len(own)
+    assert len(presets()) == 75 + 3 + 1 + len(own)
     assert sorted(own) == [
         "basics-10b", "basics-2.7b", "basics-large", "basics-medium", "basics-small", "basics-xl", "gsa", "gsa-1b",
         "gsa-1b-gather", "gsa-512m", "gsa-512m-copy1", "gsa-512m-copy1-gather", "gsa-512m-gather", "gsa-gather",
@@ -131,7 +132,32 @@ def test_every_encoder_builds_and_has_its_published_parameter_count(preset: Pres
 
 
 def test_every_preset_says_where_its_numbers_come_from() -> None:
-    assert all(preset.source for preset in presets())
+    assert all(preset.source for preset in (*presets(), *encoders()))
+
+
+def test_a_config_that_no_public_copy_confirms_is_told_in_the_plan_and_no_other_is() -> None:
+    told = {preset.name for preset in encoders() if NOT_COMPARED in registry.source_notes(resolve(preset.name))}
+
+    assert told == {preset.name for preset in encoders() if preset.source.startswith("reconstructed")}
+    assert "qwen1.5-7b" in told
+    assert "siglip-so400m-patch14-384" not in told
+
+
+@pytest.mark.parametrize(
+    ("name", "activation", "of_scores"),
+    [
+        ("facebook/mbart-large-50", "gelu", 0.0), ("facebook/mbart-large-50-many-to-many-mmt", "relu", 0.0),
+        ("facebook/mbart-large-cc25", "gelu", 0.0), ("facebook/mbart-large-en-ro", "gelu", 0.1),
+    ],
+)  # fmt: skip
+def test_mbart_is_published_with_two_activations_and_two_rates_of_dropout(
+    name: str, activation: str, of_scores: float
+) -> None:
+    preset = find_preset(name)
+
+    assert preset is not None
+    assert preset.config["activation_function"] == activation
+    assert preset.config["attention_dropout"] == of_scores
 
 
 @pytest.mark.parametrize("name", MEASURED)

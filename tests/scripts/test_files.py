@@ -212,6 +212,17 @@ note(epoch=found["epoch"], b=found["weights"]["b"].tolist(), held=held)
 
 
 @pytest.mark.parametrize(
+    ("name", "is_reconstructed"), [("EleutherAI/gpt-neo-125m", True), ("HuggingFaceTB/SmolLM-135M", False)]
+)
+def test_a_config_that_no_public_copy_confirms_is_told_as_reconstructed(
+    run: object, name: str, is_reconstructed: bool
+) -> None:
+    _, plan = run(LOADED.format(name=name, more=""))  # type: ignore[operator]
+    told = next(note for note in plan.notes if note.startswith(f"{name}: its config as memfit ships it"))
+    assert ("was reconstructed" in told) == is_reconstructed
+
+
+@pytest.mark.parametrize(
     "kind, name", [("SequenceClassification", "bert-base-uncased"), ("Seq2SeqLM", "google-t5/t5-small")]
 )
 def test_encoders_and_translators_come_by_their_names_on_the_hub(run: object, kind: str, name: str) -> None:

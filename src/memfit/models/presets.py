@@ -121,6 +121,12 @@ class Preset:
         return str(self.config["model_type"])
 
 
+RECONSTRUCTED = "reconstructed"
+"""Among the `sources` of encoders.json: a config that no public copy confirms."""
+
+NOT_COMPARED = "its config was reconstructed from its published sizes: dropout or stored type may differ on the Hub"
+
+
 @cache
 def presets() -> tuple[Preset, ...]:
     """All presets, grouped by family and growing in size."""
@@ -134,9 +140,13 @@ def encoders() -> tuple[Preset, ...]:
     """Published models that are no decoders of text: those that read texts, translate them, see or listen. Scripts load
     them by their hub ids; `plan` takes those whose kind it has."""
     document = json.loads(files(__package__).joinpath("encoders.json").read_text(encoding="utf-8"))
-    source = document["source"]
+    said = {None: document["source"], **document["sources"]}
     return tuple(
-        Preset(**{**entry, "aliases": tuple(entry["aliases"])}, source=source) for entry in document["presets"]
+        Preset(
+            **{**entry, "aliases": tuple(entry["aliases"]), "source": said[entry.get("source")]},
+            note=NOT_COMPARED if entry.get("source") == RECONSTRUCTED else None,
+        )
+        for entry in document["presets"]
     )
 
 

@@ -17,7 +17,7 @@ from unittest import mock
 from memfit.analysis.stacks import is_own
 from memfit.errors import TraceError
 from memfit.files import written_whole
-from memfit.models.presets import Preset, encoders, find_preset
+from memfit.models.presets import NOT_COMPARED, Preset, encoders, find_preset
 from memfit.scripts.hub_pipelines import file_of, folder_of, patches_of_pipelines
 from memfit.scripts.hub_uploads import everywhere, patches_of_uploads
 from memfit.scripts.made_up_processors import FILE as PROCESSOR
@@ -190,7 +190,8 @@ def _config_of_one(find: Callable[..., Any], tracer: Any, folder: Path) -> Calla
 
 
 def _written_as_shipped(name: str, preset: Preset, tracer: Any, folder: Path) -> str:
-    tracer.assume(f"{name}: its config as memfit ships it ({preset.name})")
+    told = f"{name}: its config as memfit ships it ({preset.name})"
+    tracer.assume(f"{told}; {NOT_COMPARED}" if preset.note == NOT_COMPARED else told)
     said = {"torch_dtype": "float32", **_architecture(preset), **preset.config}
     return _written(folder / preset.name / CONFIG, said)
 
