@@ -17,7 +17,7 @@ from memfit.cli.main import main
 from memfit.errors import MemfitError, TraceError
 from memfit.scripts.made_up_columns import columns_are_made_up, columns_asked_for, with_columns_asked_for
 from memfit.scripts.made_up_processors import settings_made_up
-from memfit.scripts.made_up_rows import columns_of, columns_told, data_sets_of, sound
+from memfit.scripts.made_up_rows import as_long_as_published, columns_of, columns_told, data_sets_of, sound
 
 NLTK = """
 class data:
@@ -177,12 +177,43 @@ def test_a_data_set_s_columns_are_told_by_its_name() -> None:
     assert list(columns_of("ptb_text_only")) == ["sentence"]
     assert list(columns_of("my/own")) == ["text", "label"]
     assert list(columns_of("allenai/c4 en")) == list(columns_of("wikitext")) == ["text"]
-    assert columns_told(columns_of("allenai/c4 en")) == "text, up to 4,000 words a text"
+    assert columns_told("allenai/c4 en", columns_of("allenai/c4 en")) == "text, up to 4,000 words a text"
     answers = columns_of("trl-lib/ultrafeedback_binarized")["chosen"], columns_of("my/chat")["messages"][1]["content"]
     assert [answer.count("word") for answer in answers] == [1000, 500]
-    assert columns_told(columns_of("my/chat")) == "messages, up to 500 words a text"
-    assert columns_told(columns_of("gsm8k")) == "question, answer, up to 100 words a text"
+    assert columns_told("my/chat", columns_of("my/chat")) == "messages, up to 500 words a text"
+    assert columns_told("gsm8k", columns_of("gsm8k")) == "question, answer, up to 100 words a text"
     assert len(columns_of("xsum")["document"]) > len(columns_of("xsum")["summary"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "told"),
+    [
+        ("glue mrpc", {"sentence1": 40, "sentence2": 40}, 80),
+        ("nyu-mll/glue mnli", {"premise": 405, "hypothesis": 75}, 480),
+        ("stanfordnlp/imdb", {"text": 2500}, 2500),
+        ("squad_v2", {"context": 660, "question": 45}, 705),
+        ("sentence-transformers/all-nli triplet", {"anchor": 405, "positive": 75, "negative": 75}, 555),
+    ],
+)
+def test_a_public_set_s_rows_are_as_long_as_its_longest(name: str, words: dict[str, int], told: int) -> None:
+    row = columns_of(name)
+
+    assert {column: row[column].count("word") for column in words} == words
+    assert columns_told(name, row).endswith(f"rows of up to {told:,} words, as the public set's longest")
+
+
+@pytest.mark.parametrize("name", ["my/mrpc-pairs", "me/imdb-long", "my/own", "wikitext wikitext-2-raw-v1"])
+def test_a_set_that_only_sounds_like_a_public_one_has_long_texts(name: str) -> None:
+    row = columns_of(name)
+
+    assert max(text.count("word") for text in row.values() if isinstance(text, str)) == 1000
+    assert "public set" not in columns_told(name, row)
+
+
+def test_a_column_that_the_program_asks_for_is_as_long_as_the_public_set_s() -> None:
+    row = as_long_as_published("SetFit/sst2", columns_of("SetFit/sst2") | columns_asked_for(["text"], {}))
+
+    assert (row["text"].count("word"), row["sentence"].count("word")) == (55, 55)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from memfit.scripts.made_up_pictures import patches_of_pictures, patches_of_timm
 from memfit.scripts.made_up_rows import (
     MADE_UP,
     ROWS,
+    as_long_as_published,
     columns_of,
     columns_told,
     data_sets_of,
@@ -192,9 +193,9 @@ def _loaded_or_made(
         languages = "-".join(kwargs[each] for each in ("lang1", "lang2") if each in kwargs)
         named = " ".join(str(each) for each in (path, *args[:1], kwargs.get("name"), languages) if each)
         row = columns_of(named)
-        row |= columns_asked_for(more, row)
+        row = as_long_as_published(named, row | columns_asked_for(more, row))
         made_up[named] = tuple(row)
-        tracer.assume(f"{named}: a made-up data set with the columns {columns_told(row)}")
+        tracer.assume(f"{named}: a made-up data set with the columns {columns_told(named, row)}")
         made = data_sets_of(named, row, data)
         if kwargs.get("streaming"):
             made = {name: _streamed(each, name) for name, each in made.items()}

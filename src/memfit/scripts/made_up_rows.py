@@ -1,6 +1,7 @@
 """Rows of made-up data sets: the columns of the public ones, where their names tell them.
 
-Texts are long: what bounds them is the program's own truncation. Every sixth is short, so that batches are padded
+Texts are as long as the longest of the public set where it is known, else long: what bounds them is the program's own
+truncation. Every sixth is short, so that batches are padded
 and have a mask, as those of real texts. A picture has one colour, sound is silence.
 """
 
@@ -85,6 +86,7 @@ COLUMNS: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"quora-duplicates|quora.*pair-class", {"sentence1": "", "sentence2": "", "label": 0}),
     (r"gooaq", {"question": "", "answer": ""}),
     (r"natural-questions", {"query": "", "answer": ""}),
+    (r"qnli", {"question": "", "sentence": "", "label": 0, "idx": 0}),
     (r"mrpc|rte|stsb|wnli", {"sentence1": "", "sentence2": "", "label": 0, "idx": 0}),
     (r"all-nli", {"premise": "", "hypothesis": "", "label": 0}),
     (r"mnli|snli|xnli|anli", {"premise": "", "hypothesis": "", "label": 0, "idx": 0}),
@@ -116,6 +118,44 @@ COLUMNS: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"", {"text": "", "label": 0}),
 )  # fmt: skip
 """By what stands in the data set's name; the last is taken for all others."""
+LONGEST: tuple[tuple[str, dict[str, int]], ...] = (
+    (r"(^|/|glue )mrpc$", {"sentence1": 40, "sentence2": 40}),
+    (r"(^|/|glue )cola$", {"sentence": 45}),
+    (r"(^|/|glue )sst2$", {"sentence": 55, "text": 55}),
+    (r"(^|/|glue )stsb( |$)", {"sentence1": 60, "sentence2": 60}),
+    (
+        r"(^|/|glue )qqp$|quora-duplicates( |$)",
+        {"question1": 130, "question2": 240, "sentence1": 130, "sentence2": 240, "anchor": 130, "positive": 240},
+    ),
+    (r"(^|/|glue )rte$", {"sentence1": 230, "sentence2": 50, "premise": 230, "hypothesis": 50}),
+    (r"(^|/|glue )wnli$", {"sentence1": 80, "sentence2": 30}),
+    (r"(^|/|glue )qnli$", {"question": 45, "sentence": 660}),  # what SQuAD has
+    (r"(^|/)snli( |$)", {"premise": 85, "hypothesis": 65}),
+    (
+        r"(^|/|glue |multi_)(mnli|xnli)\w*( en)?$|(^|/)all-nli( |$)",
+        {
+            "premise": 405,
+            "hypothesis": 75,
+            "sentence1": 405,
+            "sentence2": 75,
+            "anchor": 405,
+            "positive": 75,
+            "negative": 75,
+        },
+    ),
+    (r"(^|/)imdb( plain_text)?$", {"text": 2500}),
+    (r"(^|/)yelp_(review_full|polarity)( \w+)?$", {"text": 1100}),
+    (r"(^|/)ag_news( default)?$", {"text": 180}),
+    (r"^(dair-ai/)?emotion( split)?$", {"text": 70}),
+    (r"(^|/)rotten_tomatoes( default)?$", {"text": 60}),
+    (r"(^|/)banking77( default)?$", {"text": 80}),
+    (r"(^|/)squad(_v2)?( \w+)?$", {"context": 660, "question": 45}),
+    (r"(^|/)conll2003( conll2003)?$", {"tokens": 16}),
+    (r"(^|/)samsum( samsum)?$", {"dialogue": 810, "summary": 70}),
+    (r"(^|/)cnn_dailymail( \d\.0\.0)?$", {"article": 2400}),
+)
+"""By the whole name: words of the longest text of the public data set, rounded up. Dynamic padding makes a batch as
+long as its longest row, so a plan is as large as the largest batch. A row of CoNLL has eight texts as its tokens."""
 LANGUAGES = re.compile(r"(?<![a-z])([a-z]{2,3})-([a-z]{2,3})(?![a-z])")
 CLASSES = (
     (r"tiny.?imagenet", 200), (r"imagenette", 10), (r"imagenet", 1000), (r"food.?101", 101), (r"cifar.?100", 100),
@@ -135,7 +175,23 @@ def columns_of(name: str) -> dict[str, Any]:
     languages = LANGUAGES.findall(name)
     if "translation" in row and languages:
         row = {**row, "translation": dict.fromkeys(languages[-1], "")}
-    return {column: _filled(value, column) for column, value in row.items()}
+    return as_long_as_published(name, {column: _filled(value, column) for column, value in row.items()})
+
+
+def longest_of(name: str) -> dict[str, int]:
+    """Words by column, of a public data set; none of one that is not known."""
+    return next((words for names, words in LONGEST if re.search(names, name, re.IGNORECASE)), {})
+
+
+def as_long_as_published(name: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    longest = longest_of(name)
+    return {column: _of_words(value, longest[column]) if column in longest else value for column, value in row.items()}
+
+
+def _of_words(value: Any, words: int) -> Any:
+    if isinstance(value, list):
+        return [_of_words(each, words) for each in value]
+    return re.sub("(word )+", "word " * words, value) if isinstance(value, str) else value
 
 
 def _filled(value: Any, column: str) -> Any:
@@ -150,9 +206,11 @@ def _filled(value: Any, column: str) -> Any:
     return value
 
 
-def columns_told(row: Mapping[str, Any]) -> str:
+def columns_told(name: str, row: Mapping[str, Any]) -> str:
     """With what bounds them."""
     found = list(row.values())
+    if published := [row[column] for column in longest_of(name) if column in row]:
+        return f"{', '.join(row)}, rows of up to {_all_words(published):,} words, as the public set's longest"
     seconds = [SECONDS[each] for each in found if isinstance(each, str) and each in SECONDS]
     if seconds:
         return f"{', '.join(row)}: {seconds[0]} second{'s' * (seconds[0] > 1)} of sound, {WORDS_SAID} words"
@@ -166,6 +224,10 @@ def _most_words(value: Any) -> int:
     if isinstance(value, (list, dict)):
         return max(map(_most_words, value.values() if isinstance(value, dict) else value), default=0)
     return value.count("word ") if isinstance(value, str) else 0
+
+
+def _all_words(value: Any) -> int:
+    return sum(map(_all_words, value)) if isinstance(value, list) else str(value).count("word ")
 
 
 def data_sets_of(name: str, row: Mapping[str, Any], data: Any) -> dict[str, Any]:
