@@ -15,8 +15,8 @@ DOOR = {
     "heads": "HEAD_NAMES Head as_language_model picture",
     "pipelines": "is_shipped pipelines",
     "presets": (
-        "BASICS BasicsConfig GATHER GSA_SETTINGS GSA_SIZES GSA_TYPE LATER_SIZES Preset SIZES encoders find_preset "
-        "is_basics is_gsa presets variants"
+        "BASICS BasicsConfig GATHER GSA_SETTINGS GSA_SIZES GSA_TYPE LATER_SIZES NOT_COMPARED Preset SIZES encoders "
+        "find_preset is_basics is_gsa presets variants"
     ),
     "registry": (
         "ModelSource block_list build_from_config build_model head_named is_encoder language_model load_config "
