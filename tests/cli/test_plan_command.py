@@ -81,6 +81,17 @@ def test_the_settings_of_the_allocator_are_obeyed(memfit: Memfit, tiny: str) -> 
     assert expandable != plain
 
 
+def test_what_is_exported_for_the_allocator_is_obeyed_and_named_unless_a_flag_says_otherwise(
+    memfit: Memfit, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    common = ("plan", "train", "--model", tiny, *short("train"), "--json")
+    obeyed, otherwise = memfit(*common), memfit(*common, "--alloc-conf", "")
+    assert obeyed.json["workload"]["alloc_conf"] == "expandable_segments:True"
+    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True is exported" in obeyed.err
+    assert (otherwise.json["workload"]["alloc_conf"], otherwise.err) == ("", "")
+
+
 def test_the_config_file_itself_is_a_model_too(memfit: Memfit, tiny: str) -> None:
     plan = memfit("plan", "forward", "--model", f"{tiny}/config.json", "--seq-len", 16, "--json").json
     assert plan["model"]["name"] == "tiny"

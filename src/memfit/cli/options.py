@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -20,6 +21,7 @@ import typer
 
 from memfit.cli import output
 from memfit.cli.app import Command, Group
+from memfit.environment import exported
 from memfit.errors import UsageError
 from memfit.gpus import find_gpu
 from memfit.jobs.settings import (
@@ -65,7 +67,7 @@ def _ask(ask: Callable[..., int], kind: str, more: tuple[str, ...], **given: Any
 
 def read_workload(typed: Mapping[str, Any], gpu: str | None = None) -> Workload:
     """The job that was typed. A wrong name of a card or a model is told before anything slow is loaded."""
-    made = Workload.from_mapping(read_settings(typed))
+    made = Workload.from_mapping(with_exported(read_settings(typed)))
     if gpu is not None:
         find_gpu(gpu)
     _ = made.source
@@ -74,6 +76,16 @@ def read_workload(typed: Mapping[str, Any], gpu: str | None = None) -> Workload:
 
 def read_settings(typed: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _value(name, given) for name, given in typed.items()}
+
+
+def with_exported(settings: dict[str, Any]) -> dict[str, Any]:
+    """What is exported for torch's allocator is what a run from here would have, unless a flag says otherwise."""
+    if "alloc_conf" in settings:
+        return settings
+    for name, text in exported(os.environ).items():
+        output.note(f"{name}={text} is exported, and planned with; --alloc-conf '' plans without it")
+        return {**settings, "alloc_conf": text}
+    return settings
 
 
 def with_options_of(kind: str, run: Callable[..., int], extra: Mapping[str, tuple[Any, Any]]) -> Callable[..., int]:
@@ -112,7 +124,7 @@ def group_for_job_files(
             raise UsageError(f"--kind {kind!r} is not one of {', '.join(KINDS)}")
         from memfit.jobfiles.file import read_job
 
-        typed = {**read_settings(given), **({"kind": kind} if kind else {})}
+        typed = {**with_exported(read_settings(given)), **({"kind": kind} if kind else {})}
         return ask(read_job(*from_, format=from_format, without=split_names(without or []), **typed), **more)
 
     made = with_any_option(run, {**FROM, **extra})
