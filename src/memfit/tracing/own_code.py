@@ -34,7 +34,7 @@ from memfit.tracing.kernels.products import PRODUCTS, SCALED, Workspaces
 from memfit.tracing.stored import kept_on_host
 from memfit.tracing.tracer import KnownOp, Tracer
 from memfit.tracing.unknown import is_unknown
-from memfit.tracing.values import Values
+from memfit.tracing.values import Values, tensors_in
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -187,7 +187,7 @@ class OwnCodeTracer(Tracer):
             return self._run_alone(op, func, args, kwargs)
 
     def _run_alone(self, op: KnownOp, func: Any, args: Any, kwargs: Any) -> Any:
-        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        tensors = tensors_in((args, kwargs))
         places = [self.place(tensor) for tensor in tensors]
         on_host = "cuda" not in places and any(tensor.device.type == self.device.type for tensor in tensors)
         if on_host and not (self.gpu_is_named and "device" in kwargs):
@@ -374,11 +374,10 @@ def _is_ordered(func: Any) -> bool:
     return _plain_name(func).rstrip("_") in ORDERED
 
 
+@cache
 def _needs_data(func: Any) -> bool:
-    tags = func.tags
-    return (
-        torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
-    ) and func not in indexing.DATA_DEPENDENT
+    asks = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
+    return bool(asks) and func not in indexing.DATA_DEPENDENT
 
 
 def _kind(tensor: Tensor) -> str:

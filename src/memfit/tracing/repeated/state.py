@@ -9,6 +9,7 @@ from inspect import unwrap
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
 Tensor = torch.Tensor
@@ -33,6 +34,19 @@ def key_of_call(names: Any, module: torch.nn.Module, args: Any, kwargs: Any, is_
     cast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), len(autocast._cache)
     phase = [mark.phase for mark in tracer.trace.marks[-1:]]  # the first call of a phase begins it
     return weakref.ref(module), state, str(form), tuple(signs), cast, _settings(), len(tracer.tuned), *phase
+
+
+def known_ones(values: Any, leaves: list[Any]) -> tuple[int, ...]:
+    """Which of these arguments are tensors whose values are known."""
+    with _disable_current_modes():
+        return tuple(i for i, each in enumerate(leaves) if isinstance(each, Tensor) and values.read(each) is not None)
+
+
+def bytes_of(values: Any, tensor: Tensor) -> bytes:
+    """Of one whose values are known."""
+    with _disable_current_modes():
+        known: Tensor = values.read(tensor)
+        return bytes(known.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
 
 def code_of(hook: Any) -> Any:
