@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import sys
 import weakref
+from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
@@ -215,11 +218,52 @@ class MadeAgain:
     requires_grad: bool = False
 
 
+@dataclass(frozen=True)
+class _Columns:
+    """Events and blocks as a trace has them: an evaluation writes millions."""
+
+    actions: array[int]
+    subjects: npt.NDArray[np.int64]
+    of_blocks: dict[str, array[int]]
+    widened: list[int]
+
+    @classmethod
+    def of(cls, trace: Any, events: list[tuple[int, int]], blocks: list[tuple[Any, ...]]) -> _Columns:
+        nbytes, streams, categories, ops, modules, stacks, widened = zip(*blocks, strict=True) if blocks else [()] * 7
+        names = {"category_of": categories, "op_of": ops, "module_of": modules}
+        return cls(
+            array("B", [action for action, _ in events]),
+            np.array([number for _, number in events], dtype=np.int64),
+            {
+                "requested": array("q", nbytes),
+                "streams": array("q", streams),
+                "addresses": array("Q", [0] * len(blocks)),
+                "stack_of": array("i", stacks),
+            }
+            | {column: array("i", map(trace.name_id, each)) for column, each in names.items()},
+            [number for number, each in enumerate(widened) if each],
+        )
+
+    def write(self, trace: Any) -> int:
+        """Returns the number of the first block."""
+        first = len(trace.requested)
+        trace.stack_of.extend([0] * (first - len(trace.stack_of)))
+        trace.actions.extend(self.actions)
+        trace.subjects.frombytes((self.subjects + first).tobytes())
+        for name, column in self.of_blocks.items():
+            getattr(trace, name).extend(column)
+        if self.widened:
+            trace.facts.setdefault(WIDENED, []).extend(first + number for number in self.widened)
+        return first
+
+
 class Maker:
     """Blocks are numbered from the first of a call."""
 
     def __init__(self, tracer: Any) -> None:
         self._tracer = tracer
+        self._columns: dict[int, tuple[list[tuple[Any, ...]], _Columns]] = {}
+        """Of what was repeated: by the id of its blocks, which stays theirs while they are here."""
 
     def noted_blocks(self, first: int) -> list[tuple[Any, ...]]:
         """From the first on: of each its size, stream, category, op, module, stack, and whether it is a 16-bit tensor
@@ -244,14 +288,9 @@ class Maker:
 
     def repeat(self, events: list[tuple[int, int]], blocks: list[tuple[Any, ...]]) -> int:
         """Returns the number of the first block."""
-        trace = self._tracer.trace
-        first = len(trace.requested)
-        for action, number in events:
-            if action == Action.ALLOC:
-                self.alloc(blocks[number])
-            else:
-                trace.free(first + number)
-        return first
+        if id(blocks) not in self._columns:
+            self._columns[id(blocks)] = blocks, _Columns.of(self._tracer.trace, events, blocks)
+        return self._columns[id(blocks)][1].write(self._tracer.trace)
 
     def form(self, leaf: Any, first_block: int) -> Any:
         """Of what is returned; None for what cannot be made again."""
