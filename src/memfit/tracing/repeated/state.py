@@ -67,14 +67,23 @@ def _settings() -> tuple[Any, ...]:
 def _state(module: torch.nn.Module, is_harmless: Callable[[Any], bool]) -> tuple[Any, ...] | None:
     """What a call may depend on beside its arguments; None where a hook could do anything."""
     found: list[Any] = []
-    for each in module.modules():
-        kinds = (each._forward_hooks, each._forward_pre_hooks, each._backward_hooks, each._backward_pre_hooks)
-        hooks = [hook for kind in kinds for hook in kind.values()]
-        if not all(map(is_harmless, hooks)):
-            return None
-        found.extend(map(id, hooks))
+    met: set[int] = set()
+    left: list[torch.nn.Module | None] = [module]
+    while left:  # `modules()` hands each on through all that hold it
+        each = left.pop()
+        if each is None or id(each) in met:
+            continue
+        met.add(id(each))
+        left.extend(each._modules.values())
+        for kind in (each._forward_hooks, each._forward_pre_hooks, each._backward_hooks, each._backward_pre_hooks):
+            if kind:
+                if not all(map(is_harmless, kind.values())):
+                    return None
+                found.extend(map(id, kind.values()))
         found.append(id(each))
-        found.extend(sign for name, value in vars(each).items() if name not in HOOKS for sign in (name, _sign(value)))
+        for name, value in vars(each).items():
+            if name not in HOOKS:
+                found += (name, _sign(value))
     return tuple(found)
 
 
@@ -83,11 +92,14 @@ HOOKS = frozenset(name for name in vars(torch.nn.Module()) if name not in ("trai
 
 def _sign(value: Any, depth: int = 0) -> Any:
     """Of a plain value itself, of a tensor what it is like, of a container or an object what is in it."""
+    kind = type(value)
+    if kind is bool or kind is int or kind is str:
+        return value
     if isinstance(value, Tensor):
         return id(value), value.dtype, value.shape
     if isinstance(value, PLAIN):
         return value if value == value else "nan"
-    if depth < 2 and isinstance(value, Mapping):
+    if depth < 2 and (kind is dict or isinstance(value, Mapping)):
         return id(value), len(value), *(_sign(each, depth + 1) for each in value.values())
     if isinstance(value, (list, tuple, set, frozenset, deque)):
         return id(value), len(value)
