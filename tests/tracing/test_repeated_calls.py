@@ -141,7 +141,8 @@ class Routed(nn.Module):
             rows = torch.nonzero((chosen == number).any(-1)).squeeze(-1)
             if rows.numel() > 0:
                 hidden = hidden.index_add(0, rows, expert(hidden[rows]))
-        return hidden.sum()
+        total: torch.Tensor = hidden.sum()
+        return total
 
 
 def test_an_evaluation_of_experts_that_are_chosen_evenly_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,13 +210,14 @@ class OwnCodeTracer(Tracer):
             if _needs_data(func) and (found := self.values.compute(func, args, kwargs)) is not NotImplemented:
                 self.answers.note_draws(tensors)
                 return self._to_gpu(found, op.name)
+        lacks_one = self.values.lacks_one(tensors)
         del tensors  # gradients are summed in place only where nobody else holds them
         out = super()._run(op, func, args, kwargs)
         if func is aten._to_copy.default:
             self._note_widened(args[0], out)
             self.pass_on_file(args[0], out)
         if not (op.is_composite and self.meets_composites and self._is_traced(args)):  # else its parts were followed
-            self.values.follow(func, args, kwargs, out)
+            self.values.follow(func, args, kwargs, out, lacks_one)
         return out
 
     @property

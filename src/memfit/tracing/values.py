@@ -22,6 +22,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
+from memfit.tracing.memo import PLAIN
+
 aten = torch.ops.aten
 Tensor = torch.Tensor
 Storage = torch.UntypedStorage
@@ -163,11 +165,11 @@ class Values:
         except (RuntimeError, NotImplementedError, IndexError):
             return NotImplemented
 
-    def follow(self, op: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """After an op has run: what it made or changed is known, if what it was given is."""
+    def follow(self, op: Any, args: Any, kwargs: Any, out: Any, lacks_one: bool) -> None:
+        """After an op has run: what it made or changed is known, if what it was given is. `lacks_one`: it was not."""
         known = _known_op(op)
         written = [value for value in _written(known, args, kwargs) if value.device.type == self._device.type]
-        if not known.from_nothing and not (known.copies and self._choices) and self._lacks_one(args, kwargs):
+        if lacks_one and not known.from_nothing and not (known.copies and self._choices):
             self._is_unknown(written)
             return
         new = [t for t in tensors_in(out) if t.device.type == self._device.type and not _is_among(t, written)]
@@ -204,10 +206,10 @@ class Values:
                 self.put(tensor, value, most_floats)  # else the host makes another one than CUDA, as of `embedding_bag`
         self._note_origins((*written, *new), origins)
 
-    def _lacks_one(self, args: Any, kwargs: Any) -> bool:
-        """Whether one of these has no value: then what is made of them has none. Most have none, and in a trace that
-        follows each op this question is most of the work."""
-        for tensor in tensors_in((args, kwargs)):
+    def lacks_one(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether one of these has no value: then what is made of them has none. That is all that is to be known of
+        most ops."""
+        for tensor in tensors:
             if tensor.device.type == "cpu":
                 if self._hidden and tensor.untyped_storage() in self._hidden:
                     return True
@@ -290,6 +292,8 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 def _collect(values: Iterable[Any], found: list[Tensor]) -> None:
     for value in values:
+        if type(value) in PLAIN:
+            continue
         if isinstance(value, Tensor):
             found.append(value)
         elif isinstance(value, (tuple, list)):

@@ -30,6 +30,8 @@ from memfit.tracing.repeated.state import PLAIN, bytes_of, key_of_call, known_on
 Tensor = torch.Tensor
 ALIKE = 8
 """Calls in a row that must have been the same: nobody waits for fewer."""
+LONG, LONG_ALIKE = 10_000, 3
+"""Events of a call that takes seconds, and how many of such must have been the same."""
 MOST_DECISIONS = 16
 """Of calls that decided by other values each, so many are kept in mind."""
 SKIPPED = (
@@ -84,7 +86,7 @@ class RepeatedCalls:
             else:
                 key = key, known_ones(self._tracer.values, leaves)
                 before = self._before(key, leaves)
-                if before is not None and before.times >= ALIKE:
+                if before is not None and before.times >= (LONG_ALIKE if len(before.events) >= LONG else ALIKE):
                     self._tracer.assume(SKIPPED)
                     return self._repeat(before)
         return call() if key is None else self._run_and_note(key, leaves, call)
