@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.tracing.repeated import passes
+from memfit.tracing.repeated import calls, passes
 from memfit.tracing.repeated.calls import ALIKE, RepeatedCalls
 
 
@@ -210,3 +210,11 @@ def test_a_call_that_decides_by_what_the_model_counts_is_run(monkeypatch: pytest
 
     skipped, told, ran = both(run, monkeypatch)
     assert skipped == 0 and told.trace.actions == ran.trace.actions
+
+
+def test_of_long_calls_fewer_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(calls, "LONG", 4)
+    skipped, told, ran = both(evaluate(), monkeypatch)
+    assert skipped == 12 - calls.LONG_ALIKE - 1 and told.trace.actions == ran.trace.actions
