@@ -140,8 +140,7 @@ class Values:
 
         with _as_on_host():
             beside = torch.zeros(storage.nbytes(), dtype=torch.uint8, device="cpu").untyped_storage()
-        self._known[key] = (weakref.ref(storage, died), beside)
-        with _as_on_host():
+            self._known[key] = (weakref.ref(storage, died), beside)
             written = self.read(tensor)
             assert written is not None
             written.copy_(value)
