@@ -166,7 +166,7 @@ class Values:
 
     def follow(self, op: Any, args: Any, kwargs: Any, out: Any, lacks_one: bool) -> None:
         """After an op has run: what it made or changed is known, if what it was given is. `lacks_one`: it was not."""
-        known = _known_op(op)
+        known = _followed_op(op)
         written = [value for value in _written(known, args, kwargs) if value.device.type == self._device.type]
         if lacks_one and not known.from_nothing and not (known.copies and self._choices):
             self._is_unknown(written)
@@ -302,7 +302,7 @@ def _collect(values: Iterable[Any], found: list[Tensor]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _KnownOp:
+class _FollowedOp:
     """What is asked of an op each time that it runs."""
 
     written: tuple[tuple[int, str], ...]
@@ -312,9 +312,9 @@ class _KnownOp:
 
 
 @cache
-def _known_op(op: Any) -> _KnownOp:
+def _followed_op(op: Any) -> _FollowedOp:
     arguments = enumerate(op._schema.arguments)
-    return _KnownOp(
+    return _FollowedOp(
         tuple((i, each.name) for i, each in arguments if each.alias_info is not None and each.alias_info.is_write),
         op in KNOWN_FROM_NOTHING,
         op in ARRANGES or op is aten._to_copy.default,
@@ -344,7 +344,7 @@ def _copies_known(op: Any, args: Any) -> bool:
     return not (source.is_floating_point() and isinstance(source, torch.nn.Parameter))
 
 
-def _written(op: _KnownOp, args: Any, kwargs: Any) -> list[Tensor]:
+def _written(op: _FollowedOp, args: Any, kwargs: Any) -> list[Tensor]:
     found: list[Tensor] = []
     for place, name in op.written:
         _collect((args[place] if place < len(args) else kwargs.get(name),), found)

@@ -12,19 +12,16 @@ from __future__ import annotations
 
 import sys
 import weakref
-from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from memfit.events import Action
+from memfit.events import Action, Refrain
 from memfit.tracing.repeated.state import PLAIN, bytes_of, key_of_call, known_ones
 
 Tensor = torch.Tensor
@@ -101,6 +98,7 @@ class RepeatedCalls:
         tracer, trace, answers = self._tracer, self._tracer.trace, self._tracer.answers
         events, blocks = len(trace), len(trace.requested)
         questions, unexplained = answers.questions, answers.unexplained
+        asked_before = set(answers.asked_about)
         with torch._C.DisableTorchFunction():
             values = self._begin_origins(key[1], leaves)
             leaves.clear()
@@ -112,6 +110,7 @@ class RepeatedCalls:
             asked = set(answers.asked_about)
             if values is not None:
                 tracer.values.begin_origins(None)
+                answers.asked_about = asked_before  # of a pass that waits for its backward pass
         explained = questions == answers.questions if values is None else unexplained == answers.unexplained
         with torch._C.DisableTorchFunction():
             now = self._noted(events, blocks, returned) if explained else None
@@ -220,51 +219,12 @@ class MadeAgain:
     requires_grad: bool = False
 
 
-@dataclass(frozen=True)
-class _Columns:
-    """Events and blocks as a trace has them: an evaluation writes millions."""
-
-    actions: array[int]
-    subjects: npt.NDArray[np.int64]
-    of_blocks: dict[str, array[int]]
-    widened: list[int]
-
-    @classmethod
-    def of(cls, trace: Any, events: list[tuple[int, int]], blocks: list[tuple[Any, ...]]) -> _Columns:
-        nbytes, streams, categories, ops, modules, stacks, widened = zip(*blocks, strict=True) if blocks else [()] * 7
-        names = {"category_of": categories, "op_of": ops, "module_of": modules}
-        return cls(
-            array("B", [action for action, _ in events]),
-            np.array([number for _, number in events], dtype=np.int64),
-            {
-                "requested": array("q", nbytes),
-                "streams": array("q", streams),
-                "addresses": array("Q", [0] * len(blocks)),
-                "stack_of": array("i", stacks),
-            }
-            | {column: array("i", map(trace.name_id, each)) for column, each in names.items()},
-            [number for number, each in enumerate(widened) if each],
-        )
-
-    def write(self, trace: Any) -> int:
-        """Returns the number of the first block."""
-        first = len(trace.requested)
-        trace.stack_of.extend([0] * (first - len(trace.stack_of)))
-        trace.actions.extend(self.actions)
-        trace.subjects.frombytes((self.subjects + first).tobytes())
-        for name, column in self.of_blocks.items():
-            getattr(trace, name).extend(column)
-        if self.widened:
-            trace.facts.setdefault(WIDENED, []).extend(first + number for number in self.widened)
-        return first
-
-
 class Maker:
     """Blocks are numbered from the first of a call."""
 
     def __init__(self, tracer: Any) -> None:
         self._tracer = tracer
-        self._columns: dict[int, tuple[list[tuple[Any, ...]], _Columns]] = {}
+        self._refrains: dict[int, tuple[list[tuple[Any, ...]], Refrain]] = {}
         """Of what was repeated: by the id of its blocks, which stays theirs while they are here."""
 
     def noted_blocks(self, first: int) -> list[tuple[Any, ...]]:
@@ -290,9 +250,13 @@ class Maker:
 
     def repeat(self, events: list[tuple[int, int]], blocks: list[tuple[Any, ...]]) -> int:
         """Returns the number of the first block."""
-        if id(blocks) not in self._columns:
-            self._columns[id(blocks)] = blocks, _Columns.of(self._tracer.trace, events, blocks)
-        return self._columns[id(blocks)][1].write(self._tracer.trace)
+        trace = self._tracer.trace
+        if id(blocks) not in self._refrains:
+            self._refrains[id(blocks)] = blocks, Refrain.of(trace, events, [block[:-1] for block in blocks])
+        first = self._refrains[id(blocks)][1].write(trace)
+        if widened := [first + number for number, block in enumerate(blocks) if block[-1]]:
+            trace.facts.setdefault(WIDENED, []).extend(widened)
+        return first
 
     def form(self, leaf: Any, first_block: int) -> Any:
         """Of what is returned; None for what cannot be made again."""
