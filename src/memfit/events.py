@@ -306,6 +306,40 @@ class Trace:
             raise ValueError("a size out of range")
 
 
+@dataclass(frozen=True, slots=True)
+class Refrain:
+    """Events on blocks of their own that can be written again, as those of an evaluation are a thousand times."""
+
+    actions: array[int]
+    subjects: npt.NDArray[np.int64]
+    """Blocks, numbered from its first."""
+    of_blocks: dict[str, array[int]]
+
+    @classmethod
+    def of(cls, trace: Trace, events: Sequence[tuple[int, int]], blocks: Sequence[tuple[Any, ...]]) -> Refrain:
+        """`blocks`: of each its size, stream, category, op, module, and the number of its stack."""
+        sizes, streams, categories, ops, modules, stacks = zip(*blocks, strict=True) if blocks else [()] * 6
+        columns = {"requested": array("q", sizes), "streams": array("q", streams), STACKS: array("i", stacks)}
+        columns["addresses"] = array("Q", [0] * len(blocks))
+        for name, each in (("category_of", categories), ("op_of", ops), ("module_of", modules)):
+            columns[name] = array("i", map(trace.name_id, each))
+        return cls(
+            array("B", [action for action, _ in events]),
+            np.array([number for _, number in events], dtype=np.int64),
+            columns,
+        )
+
+    def write(self, trace: Trace) -> int:
+        """Returns the number of the first block."""
+        first = len(trace.requested)
+        trace.stack_of.extend([0] * (first - len(trace.stack_of)))
+        trace.actions.extend(self.actions)
+        trace.subjects.frombytes((self.subjects + first).tobytes())
+        for name, column in self.of_blocks.items():
+            getattr(trace, name).extend(column)
+        return first
+
+
 _COLUMNS = {
     "actions": "<u1", "subjects": "<i8", "requested": "<i8", "streams": "<i8", "addresses": "<u8",
     "category_of": "<i4", "op_of": "<i4", "module_of": "<i4",

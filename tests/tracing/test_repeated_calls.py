@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Literal
 
 import pytest
 import torch
 from torch import nn
 
 import memfit
-from memfit.tracing.repeated import passes
+from memfit.tracing.repeated import calls, passes
 from memfit.tracing.repeated.calls import ALIKE, RepeatedCalls
 
 
@@ -123,3 +124,97 @@ def test_a_module_that_another_calls_again_and_again_is_told(
     assert skipped == told_of
     assert told.trace.actions == ran.trace.actions and told.trace.requested == ran.trace.requested
     assert told.peak == ran.peak
+
+
+class Routed(nn.Module):
+    """Experts that a router chooses, each for the tokens that are its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.router = nn.Embedding(1000, 64), nn.Linear(64, 4)
+        self.experts = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.words(ids).view(-1, 64)
+        chosen = self.router(hidden).topk(2, dim=-1)[1]
+        for number, expert in enumerate(self.experts):
+            rows = torch.nonzero((chosen == number).any(-1)).squeeze(-1)
+            if rows.numel() > 0:
+                hidden = hidden.index_add(0, rows, expert(hidden[rows]))
+        total: torch.Tensor = hidden.sum()
+        return total
+
+
+def test_an_evaluation_of_experts_that_are_chosen_evenly_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> None:
+        model = Routed().cuda().eval()
+        with torch.no_grad():
+            for _ in range(12):
+                model(torch.randint(0, 100, (4, 8)).cuda())
+
+    answers: dict[tuple[str, str], Literal["even"]] = {("test_repeated_calls.py", "forward"): "even"}
+    with counted(monkeypatch) as skipped:
+        told = memfit.trace(run, answers=answers)
+    monkeypatch.setattr(passes, "repeated_calls_skipped", lambda *_: nullcontext())
+    ran = memfit.trace(run, answers=answers)
+    assert skipped[0] == 12 - ALIKE - 1
+    assert told.trace.actions == ran.trace.actions and told.trace.requested == ran.trace.requested
+
+
+class Padded(nn.Module):
+    """Looks only at what its mask leaves, or at none of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, 16)
+
+    def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        looked_at: torch.Tensor = self.head(hidden[mask]) if bool(mask.any()) else hidden
+        return looked_at.sum()
+
+
+def test_calls_that_decide_by_their_arguments_are_told_only_for_the_same_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def evaluate(kept: list[int]) -> Callable[[], None]:
+        def run() -> None:
+            model = Padded().cuda().eval()
+            with torch.no_grad():
+                for rows in kept:
+                    model(torch.randn(8, 16, device="cuda"), (torch.arange(8) < rows).cuda())
+
+        return run
+
+    alike = [5] * (ALIKE + 1)
+    skipped, told, ran = both(evaluate([*alike, 5, 5, 6, 0, 5]), monkeypatch)
+    assert skipped == 3
+    assert told.trace.actions == ran.trace.actions and told.trace.requested == ran.trace.requested
+
+
+def test_a_call_that_decides_by_what_the_model_counts_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counting(Padded):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(1, dtype=torch.long))
+            self.calls: torch.Tensor
+
+        def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return super().forward(hidden, mask) if int(self.calls) < 11 else hidden.sum()
+
+    def run() -> None:
+        model = Counting().cuda().eval()
+        with torch.no_grad():
+            for _ in range(14):
+                model(torch.randn(8, 16, device="cuda"), torch.ones(8, dtype=torch.bool, device="cuda"))
+
+    skipped, told, ran = both(run, monkeypatch)
+    assert skipped == 0 and told.trace.actions == ran.trace.actions
+
+
+def test_of_long_calls_fewer_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(calls, "LONG", 4)
+    skipped, told, ran = both(evaluate(), monkeypatch)
+    assert skipped == 12 - calls.LONG_ALIKE - 1 and told.trace.actions == ran.trace.actions

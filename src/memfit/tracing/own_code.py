@@ -34,7 +34,7 @@ from memfit.tracing.kernels.products import PRODUCTS, SCALED, Workspaces
 from memfit.tracing.stored import kept_on_host
 from memfit.tracing.tracer import KnownOp, Tracer
 from memfit.tracing.unknown import is_unknown
-from memfit.tracing.values import Values
+from memfit.tracing.values import Values, tensors_in
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -187,7 +187,7 @@ class OwnCodeTracer(Tracer):
             return self._run_alone(op, func, args, kwargs)
 
     def _run_alone(self, op: KnownOp, func: Any, args: Any, kwargs: Any) -> Any:
-        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        tensors = tensors_in((args, kwargs))
         places = [self.place(tensor) for tensor in tensors]
         on_host = "cuda" not in places and any(tensor.device.type == self.device.type for tensor in tensors)
         if on_host and not (self.gpu_is_named and "device" in kwargs):
@@ -210,13 +210,14 @@ class OwnCodeTracer(Tracer):
             if _needs_data(func) and (found := self.values.compute(func, args, kwargs)) is not NotImplemented:
                 self.answers.note_draws(tensors)
                 return self._to_gpu(found, op.name)
+        lacks_one = self.values.lacks_one(tensors)
         del tensors  # gradients are summed in place only where nobody else holds them
         out = super()._run(op, func, args, kwargs)
         if func is aten._to_copy.default:
             self._note_widened(args[0], out)
             self.pass_on_file(args[0], out)
         if not (op.is_composite and self.meets_composites and self._is_traced(args)):  # else its parts were followed
-            self.values.follow(func, args, kwargs, out)
+            self.values.follow(func, args, kwargs, out, lacks_one)
         return out
 
     @property
@@ -374,11 +375,10 @@ def _is_ordered(func: Any) -> bool:
     return _plain_name(func).rstrip("_") in ORDERED
 
 
+@cache
 def _needs_data(func: Any) -> bool:
-    tags = func.tags
-    return (
-        torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
-    ) and func not in indexing.DATA_DEPENDENT
+    asks = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
+    return bool(asks) and func not in indexing.DATA_DEPENDENT
 
 
 def _kind(tensor: Tensor) -> str:

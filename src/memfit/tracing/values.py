@@ -13,12 +13,16 @@ A value belongs to a storage, as memory does: views share it, and an op in place
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
+
+from memfit.tracing.memo import PLAIN
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -71,6 +75,8 @@ BY_SHAPE = frozenset(
 CHOICES = frozenset({aten.topk.default, aten.argmax.default, aten.max.dim})
 """The last that each of them makes is which it was."""
 CHOOSES_ONE = frozenset({aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim})
+KNOWN_FROM_NOTHING = BY_SHAPE | OVERWRITES | CHOICES | CHOOSES_ONE | {aten.multinomial.default}
+"""Something is known of what they make, although what they are given is not."""
 
 
 class Values:
@@ -102,6 +108,10 @@ class Values:
             None if named is None else {each.untyped_storage()._cdata: frozenset({i}) for i, each in named.items()}
         )
 
+    @property
+    def follows_origins(self) -> bool:
+        return self._origins is not None
+
     def origins(self, tensor: Tensor) -> frozenset[int] | None:
         """None where that is not known."""
         return None if self._origins is None else self._origins.get(tensor.untyped_storage()._cdata)
@@ -130,8 +140,7 @@ class Values:
 
         with _as_on_host():
             beside = torch.zeros(storage.nbytes(), dtype=torch.uint8, device="cpu").untyped_storage()
-        self._known[key] = (weakref.ref(storage, died), beside)
-        with _as_on_host():
+            self._known[key] = (weakref.ref(storage, died), beside)
             written = self.read(tensor)
             assert written is not None
             written.copy_(value)
@@ -141,7 +150,7 @@ class Values:
         if op in BY_SHAPE:
             with _as_on_host():
                 args = (torch.empty((), dtype=args[0].dtype, device="cpu").expand(args[0].shape), *args[1:])
-        tensors = list(_tensors((args, kwargs)))
+        tensors = tensors_in((args, kwargs))
         if op not in BY_SHAPE and any(tensor.numel() > MOST_NUMBERS for tensor in tensors):
             return NotImplemented
         found = {id(tensor): self.read(tensor) for tensor in tensors}
@@ -155,62 +164,89 @@ class Values:
         except (RuntimeError, NotImplementedError, IndexError):
             return NotImplemented
 
-    def follow(self, op: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """After an op has run: what it made or changed is known, if what it was given is."""
-        written = [value for value in _written(op, args, kwargs) if value.device.type == self._device.type]
-        new = [t for t in _tensors(out) if t.device.type == self._device.type and not _is_among(t, written)]
+    def follow(self, op: Any, args: Any, kwargs: Any, out: Any, lacks_one: bool) -> None:
+        """After an op has run: what it made or changed is known, if what it was given is. `lacks_one`: it was not."""
+        known = _followed_op(op)
+        written = [value for value in _written(known, args, kwargs) if value.device.type == self._device.type]
+        if lacks_one and not known.from_nothing and not (known.copies and self._choices):
+            self._is_unknown(written)
+            return
+        new = [t for t in tensors_in(out) if t.device.type == self._device.type and not _is_among(t, written)]
         most_floats = _most_floats(op, args, kwargs)
         if not written and not any(_is_followed(each, most_floats) for each in new):
             return
-        if op in MADE_EMPTY or (next(_tensors(args), None) is None and _draws_fractions(op, new)):
+        if op in MADE_EMPTY or (not tensors_in(args) and _draws_fractions(op, new)):
             return
         if op in OVERWRITES and written and self.read(written[0]) is None and _is_whole(written[0]):
             self.put(written[0], torch.zeros((), dtype=written[0].dtype), most_floats)
-        if not written and any(_is_among(made, list(_tensors(args))) for made in new):
+        if not written and any(_is_among(made, tensors_in(args)) for made in new):
             return  # views of what is known, or of what is not
-        self._follow_origins(op, args, kwargs, (*written, *new))
+        origins = self._origins_of_made(op, args, kwargs)
         made = self.compute(op, args, kwargs)
         if made is NotImplemented and op is aten.multinomial.default:
             with _as_on_host():  # drawn from what nobody knows: any of them will do
                 made = torch.randint(args[0].shape[-1], tuple(out.shape))
         if made is NotImplemented and op in CHOICES and self.chooses_evenly():
-            *_, indices = _tensors(out)
+            *_, indices = tensors_in(out)
             self.put(indices, _spread(op, args, kwargs, indices))
+            self._note_origins([indices], frozenset())
             return
         if made is NotImplemented:
-            for tensor in written:
-                self._known.pop(tensor.untyped_storage()._cdata, None)
+            self._is_unknown((*written, *new))
             self._follow_choices(op, args, out)
             return
         self.drawn = self.drawn or torch.Tag.nondeterministic_seeded in op.tags
-        for tensor, value in zip(_tensors(out), _tensors(made), strict=False):
+        for tensor, value in zip(tensors_in(out), tensors_in(made), strict=False):
             if (
                 tensor.device.type == self._device.type
                 and not _is_among(tensor, written)
                 and value.shape == tensor.shape
             ):
                 self.put(tensor, value, most_floats)  # else the host makes another one than CUDA, as of `embedding_bag`
+        self._note_origins((*written, *new), origins)
+
+    def lacks_one(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether one of these has no value: then what is made of them has none. That is all that is to be known of
+        most ops."""
+        for tensor in tensors:
+            if tensor.device.type == "cpu":
+                if self._hidden and tensor.untyped_storage() in self._hidden:
+                    return True
+            elif tensor.untyped_storage()._cdata not in self._known and tensor.numel():
+                return True
+        return False
+
+    def _is_unknown(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            storage = tensor.untyped_storage()._cdata
+            self._known.pop(storage, None)
+            if self._origins is not None:
+                self._origins.pop(storage, None)
 
     def _follow_choices(self, op: Any, args: Any, out: Any) -> None:
         if op in CHOOSES_ONE:
-            *_, indices = _tensors(out)
+            *_, indices = tensors_in(out)
             self._choices.add(indices.untyped_storage())
         elif op in ARRANGES or op is aten._to_copy.default:
-            sources = list(_tensors(args))
+            sources = tensors_in(args)
             if sources and all(self.is_choice(each) for each in sources):
                 self.pass_on_choice(sources[0], out)
 
-    def _follow_origins(self, op: Any, args: Any, kwargs: Any, made: Sequence[Tensor]) -> None:
+    def _origins_of_made(self, op: Any, args: Any, kwargs: Any) -> frozenset[int] | None:
+        """None where that is not known, as of what is drawn."""
+        if self._origins is None or torch.Tag.nondeterministic_seeded in op.tags:
+            return None
+        found = [] if op in BY_SHAPE else [self.origins(tensor) for tensor in tensors_in((args, kwargs))]
+        return None if None in found else frozenset[int]().union(*(each for each in found if each is not None))
+
+    def _note_origins(self, tensors: Sequence[Tensor], origins: frozenset[int] | None) -> None:
         if self._origins is None:
             return
-        found = [self.origins(tensor) for tensor in _tensors((args, kwargs))]
-        drawn = torch.Tag.nondeterministic_seeded in op.tags
-        for tensor in made:
-            if drawn or any(each is None for each in found):
-                self._origins.pop(tensor.untyped_storage()._cdata, None)
+        for storage in {tensor.untyped_storage()._cdata for tensor in tensors}:
+            if origins is None or storage not in self._known:
+                self._origins.pop(storage, None)
             else:
-                of_all = frozenset[int]().union(*(each for each in found if each is not None))
-                self._origins[tensor.untyped_storage()._cdata] = of_all
+                self._origins[storage] = origins
 
 
 def _spread(op: Any, args: Any, kwargs: Any, indices: Tensor) -> Tensor:
@@ -246,13 +282,43 @@ class _as_on_host:
             context.__exit__(*error)
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-        return
-    for leaf in tree_leaves(values):
-        if isinstance(leaf, Tensor):
-            yield leaf
+def tensors_in(values: Any) -> list[Tensor]:
+    """In their order. An op is given tensors, lists of them and plain values, for which torch's trees take too long."""
+    found: list[Tensor] = []
+    _collect((values,), found)
+    return found
+
+
+def _collect(values: Iterable[Any], found: list[Tensor]) -> None:
+    for value in values:
+        if type(value) in PLAIN:
+            continue
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            _collect(value, found)
+        elif isinstance(value, dict):
+            _collect(value.values(), found)
+
+
+@dataclass(frozen=True, slots=True)
+class _FollowedOp:
+    """What is asked of an op each time that it runs."""
+
+    written: tuple[tuple[int, str], ...]
+    """Arguments that it writes into: place and name."""
+    from_nothing: bool
+    copies: bool
+
+
+@cache
+def _followed_op(op: Any) -> _FollowedOp:
+    arguments = enumerate(op._schema.arguments)
+    return _FollowedOp(
+        tuple((i, each.name) for i, each in arguments if each.alias_info is not None and each.alias_info.is_write),
+        op in KNOWN_FROM_NOTHING,
+        op in ARRANGES or op is aten._to_copy.default,
+    )
 
 
 def _is_followed(tensor: Tensor, most_floats: int = MOST_FLOATS) -> bool:
@@ -264,7 +330,7 @@ def _is_followed(tensor: Tensor, most_floats: int = MOST_FLOATS) -> bool:
 def _most_floats(op: Any, args: Any, kwargs: Any) -> int:
     if _copies_known(op, args):
         return MOST_COPIED
-    given = list(_tensors((args, kwargs)))
+    given = tensors_in((args, kwargs))
     return MOST_FLOATS if not given or any(each.requires_grad for each in given) else MOST_OF_DATA
 
 
@@ -278,12 +344,10 @@ def _copies_known(op: Any, args: Any) -> bool:
     return not (source.is_floating_point() and isinstance(source, torch.nn.Parameter))
 
 
-def _written(op: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def _written(op: _FollowedOp, args: Any, kwargs: Any) -> list[Tensor]:
     found: list[Tensor] = []
-    for place, argument in enumerate(op._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            found.extend(_tensors(value))
+    for place, name in op.written:
+        _collect((args[place] if place < len(args) else kwargs.get(name),), found)
     return found
 
 

@@ -1,10 +1,11 @@
 """A model called again and again without gradients, on tensors of the same shapes, as evaluations do hundreds of times.
 
 Once some such calls have made the same events, the next ones are not run: their events are written down again, and
-what they would return is made without them. A call counts only if nothing in it asked for a value, nothing that it made
-stays but what it returns and the weights that autocast keeps, nobody else holds that, and no block of before it was
-freed. The model may be a part of another one that calls it so, as a diffusion's sampler does. It is told from others
-only while the model is what it was then: weights, modes, attributes, and no hooks.
+what they would return is made without them. A call counts only if it asked for no values but such as follow from
+shapes, or from its arguments, which must then have the same ones; if nothing that it made stays but what it returns and
+the weights that autocast keeps, nobody else holds that, and no block of before it was freed. The model may be a part of
+another one that calls it so, as a diffusion's sampler does. It is told from others only while the model is what it was
+then: weights, modes, attributes, and no hooks.
 """
 
 from __future__ import annotations
@@ -18,14 +19,18 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from memfit.events import Action
-from memfit.tracing.repeated.state import PLAIN, key_of_call
+from memfit.events import Action, Refrain
+from memfit.tracing.repeated.state import PLAIN, bytes_of, key_of_call, known_ones
 
 Tensor = torch.Tensor
 ALIKE = 8
 """Calls in a row that must have been the same: nobody waits for fewer."""
+LONG, LONG_ALIKE = 10_000, 3
+"""Events of a call that takes seconds, and how many of such must have been the same."""
+MOST_DECISIONS = 16
+"""Of calls that decided by other values each, so many are kept in mind."""
 SKIPPED = (
     "calls of a model without gradients, on the same shapes, were told from the ones before: every one was taken to do"
     " the same"
@@ -42,6 +47,8 @@ class _NotedCall:
     cast: list[MadeAgain]
     """What autocast keeps of weights."""
     weights: list[weakref.ref[Tensor]] = field(compare=False)
+    asked: dict[int, bytes] = field(default_factory=dict)
+    """Arguments by whose values the code decides there, with those values."""
     times: int = field(default=1, compare=False)
 
 
@@ -49,7 +56,8 @@ class RepeatedCalls:
     def __init__(self, names: Any) -> None:
         self._names, self._tracer, self._autocast = names, names.tracer, names.autocast
         self._maker = Maker(names.tracer)
-        self._seen: dict[Any, _NotedCall] = {}
+        self._seen: dict[Any, dict[Any, _NotedCall]] = {}
+        """By the call, and the values that it decided by."""
         self._inside: Counter[int] = Counter()
         """How often each module was called by the outermost one that runs, as a sampler calls its model."""
         self._runs_inside = False
@@ -68,29 +76,65 @@ class RepeatedCalls:
 
     def run(self, module: torch.nn.Module, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():  # tensors as they are, not as the traced code sees them
+            leaves = tree_leaves((args, kwargs))
             key = key_of_call(self._names, module, args, kwargs, lambda hook: False)
-            before = self._seen.get(key)
-            if before is not None and before.times >= ALIKE:
-                self._tracer.assume(SKIPPED)
-                return self._repeat(before)
-        if key is None:
-            return call()
-        tracer, trace = self._tracer, self._tracer.trace
-        events, blocks, asked = len(trace), len(trace.requested), tracer.answers.questions
+            if key is None:
+                del leaves
+            else:
+                key = key, known_ones(self._tracer.values, leaves)
+                before = self._before(key, leaves)
+                if before is not None and before.times >= (LONG_ALIKE if len(before.events) >= LONG else ALIKE):
+                    self._tracer.assume(SKIPPED)
+                    return self._repeat(before)
+        return call() if key is None else self._run_and_note(key, leaves, call)
+
+    def _before(self, key: Any, leaves: list[Any]) -> _NotedCall | None:
+        """A call that was the same, and decided by the values that these have."""
+        seen = self._seen.get(key, {}).values()
+        values = {i: bytes_of(self._tracer.values, leaves[i]) for i in {i for each in seen for i in each.asked}}
+        return next((each for each in seen if all(values[i] == value for i, value in each.asked.items())), None)
+
+    def _run_and_note(self, key: Any, leaves: list[Any], call: Callable[[], Any]) -> Any:
+        tracer, trace, answers = self._tracer, self._tracer.trace, self._tracer.answers
+        events, blocks = len(trace), len(trace.requested)
+        questions, unexplained = answers.questions, answers.unexplained
+        asked_before = set(answers.asked_about)
+        with torch._C.DisableTorchFunction():
+            values = self._begin_origins(key[1], leaves)
+            leaves.clear()
         was, self._runs_inside = self._runs_inside, tracer.modules.depth > 0
         try:
             returned = [call()]
         finally:
             self._runs_inside = was
+            asked = set(answers.asked_about)
+            if values is not None:
+                tracer.values.begin_origins(None)
+                answers.asked_about = asked_before  # of a pass that waits for its backward pass
+        explained = questions == answers.questions if values is None else unexplained == answers.unexplained
         with torch._C.DisableTorchFunction():
-            now = None if tracer.answers.questions != asked else self._noted(events, blocks, returned)
+            now = self._noted(events, blocks, returned) if explained else None
         if now is None:
             self._seen.pop(key, None)
-        elif now == before:
-            before.times += 1
-        else:
-            self._seen[key] = now
+            return returned[0]
+        if values is not None:
+            now.asked = {i: values[i] for i in sorted(asked)}
+        seen, decided_by = self._seen.setdefault(key, {}), tuple(now.asked.items())
+        now.times += seen[decided_by].times if seen.get(decided_by) == now else 0
+        seen[decided_by] = now
+        if len(seen) > MOST_DECISIONS:
+            del seen[next(iter(seen))]
         return returned[0]
+
+    def _begin_origins(self, known: tuple[int, ...], leaves: list[Any]) -> dict[int, bytes] | None:
+        """The arguments' values, where it is followed from now on what comes of them: not inside of another call that
+        is noted, nor where two arguments share memory."""
+        values = self._tracer.values
+        if values.follows_origins or len({leaves[i].untyped_storage()._cdata for i in known}) < len(known):
+            return None
+        values.begin_origins({i: leaves[i] for i in known})
+        self._tracer.answers.asked_about.clear()
+        return {i: bytes_of(values, leaves[i]) for i in known}
 
     def _noted(self, first_event: int, first_block: int, returned: list[Any]) -> _NotedCall | None:
         events = events_of_call(self._tracer.trace, first_event, first_block)
@@ -180,6 +224,8 @@ class Maker:
 
     def __init__(self, tracer: Any) -> None:
         self._tracer = tracer
+        self._refrains: dict[int, tuple[list[tuple[Any, ...]], Refrain]] = {}
+        """Of what was repeated: by the id of its blocks, which stays theirs while they are here."""
 
     def noted_blocks(self, first: int) -> list[tuple[Any, ...]]:
         """From the first on: of each its size, stream, category, op, module, stack, and whether it is a 16-bit tensor
@@ -205,12 +251,11 @@ class Maker:
     def repeat(self, events: list[tuple[int, int]], blocks: list[tuple[Any, ...]]) -> int:
         """Returns the number of the first block."""
         trace = self._tracer.trace
-        first = len(trace.requested)
-        for action, number in events:
-            if action == Action.ALLOC:
-                self.alloc(blocks[number])
-            else:
-                trace.free(first + number)
+        if id(blocks) not in self._refrains:
+            self._refrains[id(blocks)] = blocks, Refrain.of(trace, events, [block[:-1] for block in blocks])
+        first = self._refrains[id(blocks)][1].write(trace)
+        if widened := [first + number for number, block in enumerate(blocks) if block[-1]]:
+            trace.facts.setdefault(WIDENED, []).extend(widened)
         return first
 
     def form(self, leaf: Any, first_block: int) -> Any:

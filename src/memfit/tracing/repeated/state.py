@@ -9,6 +9,7 @@ from inspect import unwrap
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
 Tensor = torch.Tensor
@@ -35,6 +36,19 @@ def key_of_call(names: Any, module: torch.nn.Module, args: Any, kwargs: Any, is_
     return weakref.ref(module), state, str(form), tuple(signs), cast, _settings(), len(tracer.tuned), *phase
 
 
+def known_ones(values: Any, leaves: list[Any]) -> tuple[int, ...]:
+    """Which of these arguments are tensors whose values are known."""
+    with _disable_current_modes():
+        return tuple(i for i, each in enumerate(leaves) if isinstance(each, Tensor) and values.read(each) is not None)
+
+
+def bytes_of(values: Any, tensor: Tensor) -> bytes:
+    """Of one whose values are known."""
+    with _disable_current_modes():
+        known: Tensor = values.read(tensor)
+        return bytes(known.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+
 def code_of(hook: Any) -> Any:
     return getattr(getattr(unwrap(hook), "__func__", unwrap(hook)), "__code__", None)
 
@@ -53,14 +67,23 @@ def _settings() -> tuple[Any, ...]:
 def _state(module: torch.nn.Module, is_harmless: Callable[[Any], bool]) -> tuple[Any, ...] | None:
     """What a call may depend on beside its arguments; None where a hook could do anything."""
     found: list[Any] = []
-    for each in module.modules():
-        kinds = (each._forward_hooks, each._forward_pre_hooks, each._backward_hooks, each._backward_pre_hooks)
-        hooks = [hook for kind in kinds for hook in kind.values()]
-        if not all(map(is_harmless, hooks)):
-            return None
-        found.extend(map(id, hooks))
+    met: set[int] = set()
+    left: list[torch.nn.Module | None] = [module]
+    while left:  # `modules()` hands each on through all that hold it
+        each = left.pop()
+        if each is None or id(each) in met:
+            continue
+        met.add(id(each))
+        left.extend(each._modules.values())
+        for kind in (each._forward_hooks, each._forward_pre_hooks, each._backward_hooks, each._backward_pre_hooks):
+            if kind:
+                if not all(map(is_harmless, kind.values())):
+                    return None
+                found.extend(map(id, kind.values()))
         found.append(id(each))
-        found.extend(sign for name, value in vars(each).items() if name not in HOOKS for sign in (name, _sign(value)))
+        for name, value in vars(each).items():
+            if name not in HOOKS:
+                found += (name, _sign(value))
     return tuple(found)
 
 
@@ -69,11 +92,14 @@ HOOKS = frozenset(name for name in vars(torch.nn.Module()) if name not in ("trai
 
 def _sign(value: Any, depth: int = 0) -> Any:
     """Of a plain value itself, of a tensor what it is like, of a container or an object what is in it."""
+    kind = type(value)
+    if kind is bool or kind is int or kind is str:
+        return value
     if isinstance(value, Tensor):
         return id(value), value.dtype, value.shape
     if isinstance(value, PLAIN):
         return value if value == value else "nan"
-    if depth < 2 and isinstance(value, Mapping):
+    if depth < 2 and (kind is dict or isinstance(value, Mapping)):
         return id(value), len(value), *(_sign(each, depth + 1) for each in value.values())
     if isinstance(value, (list, tuple, set, frozenset, deque)):
         return id(value), len(value)
