@@ -218,3 +218,60 @@ def test_of_long_calls_fewer_are_waited_for(
     monkeypatch.setattr(calls, "LONG", 4)
     skipped, told, ran = both(evaluate(), monkeypatch)
     assert skipped == 12 - calls.LONG_ALIKE - 1 and told.trace.actions == ran.trace.actions
+
+
+MAPS: list[torch.Tensor] = []
+SETTINGS = {"wide": False}
+COUNT = [0]
+
+
+class Reading(nn.Module):
+    switched = False
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.layer = how, nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        if self.how == "shared":
+            MAPS.append(x.detach())
+        if self.how == "counts":
+            COUNT[0] += 1
+        if is_wide() or COUNT[0] > 30 or self.switched:
+            x = torch.cat([x] * 100)[: len(x)]
+        return x
+
+
+def is_wide() -> bool:
+    return SETTINGS["wide"]
+
+
+@pytest.mark.parametrize("how", ["shared", "counts", "setting", "class", "closure"])
+def test_a_call_that_depends_on_what_lies_outside_of_the_model_or_keeps_what_it_returns_is_run(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run() -> None:
+        monkeypatch.setattr(Reading, "switched", False)
+        MAPS.clear()
+        SETTINGS["wide"], COUNT[0] = False, 0
+        model, keeps = Reading(how).cuda().eval(), False
+        forward = model.forward
+
+        def patched(x: torch.Tensor) -> torch.Tensor:
+            x = forward(x)
+            if keeps:
+                MAPS.append(x)
+            return x * 1
+
+        if how == "closure":
+            model.forward = patched  # type: ignore[method-assign]
+        with torch.no_grad():
+            for i in range(40):
+                if i == 30:
+                    SETTINGS["wide"], Reading.switched, keeps = how == "setting", how == "class", how == "closure"
+                model(torch.ones(1024, 64, device="cuda"))
+
+    _, told, ran = both(run, monkeypatch)
+    assert told.peak == ran.peak and told.trace.actions == ran.trace.actions
+    MAPS.clear()

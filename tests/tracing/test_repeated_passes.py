@@ -249,3 +249,41 @@ def test_a_pass_that_was_told_is_run_after_all_where_its_gradients_are_dropped_b
 
     check_alike(accumulating(plain, drops_some), monkeypatch)
     assert told[0] > 0
+
+
+KEPT: list[torch.Tensor] = []
+
+
+class Keeping(Model):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.own = how, KEPT if how == "its own" else []
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        loss, logits = super().forward(ids)
+        if self.how == "selects":
+            loss = loss + logits[mask].sum()
+        elif self.how == "its own":
+            self.own.append(logits.detach() * 1)
+        else:
+            KEPT.append(logits.detach() * 1 if self.how == "a copy" else logits.detach())
+        return loss, logits
+
+
+@pytest.mark.parametrize("how", ["its own", "a copy", "what it returns", "selects"])
+def test_a_pass_that_keeps_something_until_the_step_or_selects_by_a_mask_is_run(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run() -> None:
+        KEPT.clear()
+        model = Keeping(how).cuda().train()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(4):
+            for number in range(8):
+                mask = torch.arange(64).reshape(4, 16) % (number + 2) == 0
+                model(ids(), mask.cuda())[0].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            KEPT.clear()
+
+    check_alike(run, monkeypatch)

@@ -168,8 +168,8 @@ class Answers:
         """How often the code has asked for values, known or not."""
         self.unexplained = 0
         """How often for such as do not follow from tensors whose origin is noted."""
-        self.asked_about: set[int] = set()
-        """The origins of the others."""
+        self.asked_about: dict[int, bool] = {}
+        """The origins of the others, and whether more was asked than yes or no."""
         self.refused: TraceError | None = None
         """The first that memfit refused, whether or not the code lets it pass: a GPU would not have stopped there."""
         self._chosen_in: str | None = None
@@ -242,10 +242,13 @@ class Answers:
     def note_draws(self, tensors: Sequence[torch.Tensor]) -> None:
         """Values of these tensors, which are known, are given to the code."""
         self.questions += 1
-        for origins in map(self.values.origins, tensors) if self.values is not None else ():
+        if self.values is None:
+            return
+        for tensor in tensors:
+            origins, is_more = self.values.origins(tensor), tensor.dtype != torch.bool or tensor.numel() > 1
             self.unexplained += origins is None
-            self.asked_about |= origins or set()
-        if self.values is not None and self.values.drawn:
+            self.asked_about |= {each: is_more or self.asked_about.get(each, False) for each in origins or ()}
+        if self.values.drawn:
             self.meanings[DRAWN] = None
 
     def unknown(self, tensor: torch.Tensor) -> Value:

@@ -10,6 +10,7 @@ then: weights, modes, attributes, and no hooks.
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from collections import Counter
@@ -22,13 +23,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from memfit.events import Action, Refrain
-from memfit.tracing.repeated.state import PLAIN, bytes_of, key_of_call, known_ones
+from memfit.tracing.repeated.code_reads import CodeReads
+from memfit.tracing.repeated.state import PLAIN, bytes_of, key_of_call, known_ones, state_of
 
 Tensor = torch.Tensor
 ALIKE = 8
 """Calls in a row that must have been the same: nobody waits for fewer."""
 LONG, LONG_ALIKE = 10_000, 3
 """Events of a call that takes seconds, and how many of such must have been the same."""
+OWN_USES = 2
+"""Of a storage: its tensor, and the object by which memfit sees it go."""
 MOST_DECISIONS = 16
 """Of calls that decided by other values each, so many are kept in mind."""
 SKIPPED = (
@@ -53,7 +57,8 @@ class _NotedCall:
 
 
 class RepeatedCalls:
-    def __init__(self, names: Any) -> None:
+    def __init__(self, names: Any, reads: CodeReads) -> None:
+        self._reads = reads
         self._names, self._tracer, self._autocast = names, names.tracer, names.autocast
         self._maker = Maker(names.tracer)
         self._seen: dict[Any, dict[Any, _NotedCall]] = {}
@@ -77,7 +82,7 @@ class RepeatedCalls:
     def run(self, module: torch.nn.Module, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():  # tensors as they are, not as the traced code sees them
             leaves = tree_leaves((args, kwargs))
-            key = key_of_call(self._names, module, args, kwargs, lambda hook: False)
+            key = key_of_call(self._names, module, args, kwargs, lambda hook: False, self._reads.signs)
             if key is None:
                 del leaves
             else:
@@ -98,7 +103,7 @@ class RepeatedCalls:
         tracer, trace, answers = self._tracer, self._tracer.trace, self._tracer.answers
         events, blocks = len(trace), len(trace.requested)
         questions, unexplained = answers.questions, answers.unexplained
-        asked_before = set(answers.asked_about)
+        asked_before = dict(answers.asked_about)
         with torch._C.DisableTorchFunction():
             values = self._begin_origins(key[1], leaves)
             leaves.clear()
@@ -113,6 +118,7 @@ class RepeatedCalls:
                 answers.asked_about = asked_before  # of a pass that waits for its backward pass
         explained = questions == answers.questions if values is None else unexplained == answers.unexplained
         with torch._C.DisableTorchFunction():
+            explained = explained and changed_nothing(key[0], lambda hook: False, self._reads)
             now = self._noted(events, blocks, returned) if explained else None
         if now is None:
             self._seen.pop(key, None)
@@ -162,6 +168,13 @@ class RepeatedCalls:
             for each in call.returned
         ]
         return tree_unflatten(leaves, call.form)[0]
+
+
+def changed_nothing(key: Any, is_harmless: Callable[[Any], bool], reads: CodeReads) -> bool:
+    """Whether a call left the model as it found it: a list of its own that has grown keeps what the call made, until
+    somebody empties it."""
+    module = key[0]()
+    return module is not None and bool(state_of(module, is_harmless, reads.signs) == key[1])
 
 
 def events_of_call(trace: Any, first_event: int, first_block: int) -> list[tuple[int, int]] | None:
@@ -291,5 +304,28 @@ def held_elsewhere(returned: list[Any], leaves: list[Any]) -> bool:
     arguments of a call twice."""
     is_mapping = isinstance(returned[0], Mapping)
     attributes = {id(value) for value in getattr(returned[0], "__dict__", {}).values()} if is_mapping else set()
+    if _shared_with_others(leaves):
+        return True
     own = 4  # the structure that is returned, the list here, the name below, the argument of `getrefcount`
     return any(isinstance(leaf, Tensor) and sys.getrefcount(leaf) > own + (id(leaf) in attributes) for leaf in leaves)
+
+
+def _shared_with_others(leaves: list[Any]) -> bool:
+    """Whether another tensor of the code's lies where a returned one does (`kept.append(hidden.detach())`). Autograd's
+    own are not seen by Python; what a view is one of, it holds itself."""
+    known: dict[int, set[int]] = {}
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            known.setdefault(leaf.untyped_storage()._cdata, set()).update((id(leaf), id(leaf._base)))
+    doubtful = {place for place, ids in known.items() if torch._C._storage_Use_Count(place) > OWN_USES}
+    if not doubtful:
+        return False
+    others = (each for each in gc.get_objects() if isinstance(each, Tensor))
+    return any((place := _place_of(each)) in doubtful and id(each) not in known[place] for each in others)
+
+
+def _place_of(tensor: Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # such as a sparse one
+        return 0

@@ -10,7 +10,7 @@ call's arguments and those have the values that they had. Hooks of libraries are
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,12 +25,14 @@ from memfit.tracing.repeated.calls import (
     MadeAgain,
     Maker,
     RepeatedCalls,
+    changed_nothing,
     events_of_call,
     held_elsewhere,
     kept_by_autocast,
     put_into_autocast,
     still_alive,
 )
+from memfit.tracing.repeated.code_reads import CodeReads
 from memfit.tracing.repeated.state import code_of, key_of_call
 
 Tensor = torch.Tensor
@@ -57,6 +59,8 @@ class PassRecord:
     weights: list[weakref.ref[Tensor]] = field(compare=False)
     asked: dict[int, bytes] = field(default_factory=dict)
     """Arguments by whose values the code decides there, with those values."""
+    exactly: frozenset[int] = frozenset()
+    """Those of which it asks more than yes or no."""
     backward: list[tuple[int, str, Any]] = field(default_factory=list)
     """Action, whose block (of the call, of the pass itself, an argument's, of a gradient that comes in), and its
     number; of a mark, its phase."""
@@ -84,6 +88,7 @@ class _PendingCall:
     arguments: dict[int, int]
     """Blocks, and which argument lies there."""
     values: dict[int, bytes]
+    exact_values: dict[int, bytes]
     unexplained: int = 0
     at: int = -1
     """The event with which its backward pass began."""
@@ -92,15 +97,18 @@ class _PendingCall:
 
 
 class RepeatedPasses:
-    def __init__(self, names: Any, is_own: Callable[[str], bool]) -> None:
+    def __init__(self, names: Any, is_own: Callable[[str], bool], reads: CodeReads) -> None:
         self._names, self._tracer, self._autocast = names, names.tracer, names.autocast
         self._maker = Maker(names.tracer)
-        self._is_own = is_own
+        self._is_own, self._reads = is_own, reads
         self._seen: dict[Any, dict[Any, PassRecord]] = {}
         """By the call, and the values that it decided by."""
         self._reached: list[_PendingCall] = []
         """Calls whose nodes the backward pass that runs has come to."""
         self._depth = 0
+        self._last: tuple[Any, PassRecord] | None = None
+        self._outlived: set[Any] = set()
+        """Calls of which something was still there after the next pass, whoever has it: they are always run."""
 
     def run(self, module: torch.nn.Module, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         tracer = self._tracer
@@ -109,11 +117,13 @@ class RepeatedPasses:
             leaves = tree_leaves((args, kwargs))
             key = self._key(module, args, kwargs, leaves)
             for before in self._seen.get(key, {}).values():
-                if before.times >= ALIKE and before.asked == self._values(leaves, before.asked):
+                may_be_told = before.times >= ALIKE and key not in self._outlived
+                if may_be_told and before.asked == self._values(leaves, before.asked, before.exactly):
                     tracer.assume(SKIPPED)
                     return self._repeat(key, before, leaves)
             if key is not None:
-                values = self._values(leaves, range(len(leaves)))
+                all_of_them = range(len(leaves))
+                values, exact = self._values(leaves, all_of_them), self._values(leaves, all_of_them, all_of_them)
                 tracer.values.begin_origins({i: leaves[i] for i in values})
                 tracer.answers.asked_about.clear()
                 arguments = {tracer.block_of(leaf): i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
@@ -126,8 +136,8 @@ class RepeatedPasses:
         with torch._C.DisableTorchFunction():
             noted = self._noted_call(event, block, returned)
             explained = tracer.answers.unexplained == unexplained and len(tracer.trace.facts.get(LISTS, ())) == lists
-            if noted is not None and explained:
-                self._wait(_PendingCall(key, noted, block, arguments, values), returned)
+            if noted is not None and explained and changed_nothing(key[0], self._is_harmless, self._reads):
+                self._wait(_PendingCall(key, noted, block, arguments, values, exact), returned)
         return returned[0]
 
     def _key(self, module: torch.nn.Module, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
@@ -142,23 +152,25 @@ class RepeatedPasses:
             for weight in module.parameters()
         ):
             return None
-        key = key_of_call(self._names, module, args, kwargs, self._is_harmless)
+        key = key_of_call(self._names, module, args, kwargs, self._is_harmless, self._reads.signs)
         return None if key is None else (key, _gradients(module))
 
     def _is_harmless(self, hook: Any) -> bool:
         code = code_of(hook)
         return code is not None and not self._is_own(code.co_filename)
 
-    def _values(self, leaves: list[Any], which: Any) -> dict[int, bytes]:
+    def _values(self, leaves: list[Any], which: Any, exactly: Container[int] = ()) -> dict[int, bytes]:
         """Of these arguments, where they are known. Of a mask whether all of it is ones: that is what code asks of it,
-        and masks of padding differ from batch to batch."""
+        and masks of padding differ from batch to batch. `exactly`: those of which it asks more, such as how many."""
         found = {}
         with _disable_current_modes():
             for i in which:
                 known = self._tracer.values.read(leaves[i]) if isinstance(leaves[i], Tensor) else None
-                if known is not None and known.numel() > 1 and not bool((known != known.bool()).any()):
+                if known is None:
+                    continue
+                if i not in exactly and known.numel() > 1 and not bool((known != known.bool()).any()):
                     found[i] = b"mask" + bytes([bool(known.all()), bool(known.any())])
-                elif known is not None:
+                else:
                     found[i] = known.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         return found
 
@@ -200,6 +212,9 @@ class RepeatedPasses:
     def around_backward(self, begins: bool) -> None:
         self._depth += 1 if begins else -1
         if not begins and self._depth == 0:
+            if self._last is not None and self._last[1].blocks_left & self._tracer.alive_blocks():
+                self._outlived.add(self._last[0])
+            self._last = None
             if len(self._reached) == 1:
                 self._keep(self._reached[0])
             self._reached.clear()
@@ -213,14 +228,16 @@ class RepeatedPasses:
             return
         if not _has_its_gradients(begun.key):
             return
-        noted.asked = {i: begun.values[i] for i in asked}
+        noted.exactly = frozenset(i for i in asked if answers.asked_about[i])
+        noted.asked = {i: (begun.exact_values if i in noted.exactly else begun.values)[i] for i in asked}
         if not self._note_backward(begun):
             return
         seen, values = self._seen.setdefault(begun.key, {}), tuple(noted.asked.items())
         before = seen.get(values)
-        if before == noted and not before.blocks_left & self._tracer.alive_blocks():
+        if before == noted and begun.key not in self._outlived:
             noted.times = before.times + 1
         seen[values] = noted
+        self._last = begun.key, noted
 
     def _note_backward(self, begun: _PendingCall) -> bool:
         """False where something else happened than what can be noted."""
@@ -338,7 +355,8 @@ class _RepeatedNode(torch.autograd.Function):
 def repeated_calls_skipped(names: Any, is_own: Callable[[str], bool]) -> Iterator[None]:
     """Modules that are called by no other one, or by one other again and again, are told instead of run. `is_own`:
     whether a file is the person's own: what its hooks may do nobody knows."""
-    calls, passes, tracer = RepeatedCalls(names), RepeatedPasses(names, is_own), names.tracer
+    reads = CodeReads(is_own)
+    calls, passes, tracer = RepeatedCalls(names, reads), RepeatedPasses(names, is_own, reads), names.tracer
     call, around = torch.nn.Module.__call__, tracer.on_backward
 
     def call_or_repeat(module: Any, *args: Any, **kwargs: Any) -> Any:

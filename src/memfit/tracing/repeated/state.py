@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from inspect import unwrap
 from typing import Any
 
@@ -13,11 +13,20 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
 Tensor = torch.Tensor
+FEW_ENTRIES = 16
 PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.Size)
 
 
-def key_of_call(names: Any, module: torch.nn.Module, args: Any, kwargs: Any, is_harmless: Callable[[Any], bool]) -> Any:
-    """None where nobody can tell. `is_harmless`: whether a hook is left to what it is seen to do."""
+def key_of_call(
+    names: Any,
+    module: torch.nn.Module,
+    args: Any,
+    kwargs: Any,
+    is_harmless: Callable[[Any], bool],
+    signs_of_code: Callable[[torch.nn.Module], Iterable[Any]],
+) -> Any:
+    """None where nobody can tell. `is_harmless`: whether a hook is left to what it is seen to do. `signs_of_code`: of
+    what the code of a module reads elsewhere."""
     tracer, autocast = names.tracer, names.autocast
     leaves, form = tree_flatten((args, kwargs))
     signs: list[Any] = []
@@ -28,7 +37,7 @@ def key_of_call(names: Any, module: torch.nn.Module, args: Any, kwargs: Any, is_
             signs.append(leaf)
         else:
             return None
-    state = _state(module, is_harmless)
+    state = state_of(module, is_harmless, signs_of_code)
     if state is None:
         return None
     cast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), len(autocast._cache)
@@ -64,7 +73,11 @@ def _settings() -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _state(module: torch.nn.Module, is_harmless: Callable[[Any], bool]) -> tuple[Any, ...] | None:
+def state_of(
+    module: torch.nn.Module,
+    is_harmless: Callable[[Any], bool],
+    signs_of_code: Callable[[torch.nn.Module], Iterable[Any]],
+) -> tuple[Any, ...] | None:
     """What a call may depend on beside its arguments; None where a hook could do anything."""
     found: list[Any] = []
     met: set[int] = set()
@@ -81,16 +94,17 @@ def _state(module: torch.nn.Module, is_harmless: Callable[[Any], bool]) -> tuple
                     return None
                 found.extend(map(id, kind.values()))
         found.append(id(each))
+        found.extend(signs_of_code(each))
         for name, value in vars(each).items():
             if name not in HOOKS:
-                found += (name, _sign(value))
+                found += (name, sign_of(value))
     return tuple(found)
 
 
 HOOKS = frozenset(name for name in vars(torch.nn.Module()) if name not in ("training", "_parameters", "_buffers"))
 
 
-def _sign(value: Any, depth: int = 0) -> Any:
+def sign_of(value: Any, depth: int = 0) -> Any:
     """Of a plain value itself, of a tensor what it is like, of a container or an object what is in it."""
     kind = type(value)
     if kind is bool or kind is int or kind is str:
@@ -100,9 +114,10 @@ def _sign(value: Any, depth: int = 0) -> Any:
     if isinstance(value, PLAIN):
         return value if value == value else "nan"
     if depth < 2 and (kind is dict or isinstance(value, Mapping)):
-        return id(value), len(value), *(_sign(each, depth + 1) for each in value.values())
+        return id(value), len(value), *(sign_of(each, depth + 1) for each in value.values())
     if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return id(value), len(value)
+        few = len(value) <= FEW_ENTRIES and all(isinstance(each, PLAIN) for each in value)
+        return (id(value), *value) if few else (id(value), len(value))
     if depth < 1 and hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module)):
-        return id(value), *(_sign(each, 2) for each in vars(value).values())
+        return id(value), *(sign_of(each, 2) for each in vars(value).values())
     return id(value)
