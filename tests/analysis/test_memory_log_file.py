@@ -58,9 +58,20 @@ def test_a_peak_that_is_held_at_a_checkpoint_is_at_it(log: Path) -> None:
 def test_a_log_reads_as_a_report(log: Path) -> None:
     text = as_text(show_report, report_file(log).document)
 
-    assert text.splitlines()[0] == "peak: 5.50 GiB allocated, 5.75 GiB reserved (measured)"
+    assert text.splitlines()[0] == "peak: 5.50 GiB allocated, at least 5.75 GiB reserved (measured)"
     assert "  reached between 03_before_pruning and 04_after_pruning" in text
     assert "04_after_pruning 2.40 GiB 5.75 GiB 5.50 GiB 2.65 GiB ◀ peak" in " ".join(text.split())
+
+
+def test_the_peak_of_reserved_memory_is_not_in_a_log_and_never_below_what_was_allocated(log: Path) -> None:
+    log.write_text(RUN.replace("5.750", "5.000"))
+    document = report_file(log).document
+
+    assert document["peak"]["reserved_bytes"] is None
+    assert document["peak"]["reserved_at_least_bytes"] == document["peak"]["allocated_bytes"] == round(5.5 * GiB)
+    text = as_text(show_report, document)
+    assert text.splitlines()[0] == "peak: 5.50 GiB allocated, at least 5.50 GiB reserved (measured)"
+    assert "reserved is known at checkpoints only" in text
 
 
 def test_on_a_machine_without_a_gpu_figures_are_not_known_rather_than_0(log: Path) -> None:

@@ -267,7 +267,7 @@ def report_log(log: MemoryLogFile, parts: MemoryLogFile | None = None) -> dict[s
     """The log alone, as a report of its own."""
     found = log_part(log, parts)
     peak = log.peak
-    reserved = [point.reserved_bytes for point in log.checkpoints if point.reserved_bytes is not None]
+    least = _least_reserved(log, found["peak_bytes"])
     document = {
         "schema": SCHEMA, "origin": "measured",
         "messages": [
@@ -276,7 +276,7 @@ def report_log(log: MemoryLogFile, parts: MemoryLogFile | None = None) -> dict[s
         ],
         "device": None,
         "peak": {
-            "allocated_bytes": found["peak_bytes"], "reserved_bytes": max(reserved, default=None),
+            "allocated_bytes": found["peak_bytes"], "reserved_bytes": None, "reserved_at_least_bytes": least,
             "requested_bytes": None,
         },
         "at_peak": None if peak is None else {"phase": found["peak_between"], "checkpoint": peak.name},
@@ -284,10 +284,23 @@ def report_log(log: MemoryLogFile, parts: MemoryLogFile | None = None) -> dict[s
         "notes": [
             "measured at checkpoints: what is alive, and where it was made, is not in a memory log",
             f"its figures have three decimals of GiB, so each may be {format_bytes(PRECISION_BYTES)} off",
+            *([] if least is None else [NO_PEAK_OF_RESERVED]),
         ],
     }  # fmt: skip
     document["next"] = list(_next_of_log(found))
     return document
+
+
+NO_PEAK_OF_RESERVED = (
+    "what was reserved is known at checkpoints only, its peak is not in a memory log: at least the most of these, "
+    "and at least what was allocated"
+)
+
+
+def _least_reserved(log: MemoryLogFile, allocated: int | None) -> int | None:
+    """The peak of reserved memory lies between checkpoints, where nobody looked."""
+    reserved = [point.reserved_bytes for point in log.checkpoints if point.reserved_bytes is not None]
+    return max([*reserved, *([] if allocated is None else [allocated])]) if reserved else None
 
 
 def _next_of_log(found: dict[str, Any]) -> Iterator[str]:

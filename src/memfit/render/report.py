@@ -107,8 +107,10 @@ def _peak_line(report: Report) -> Text:
     peak = report["peak"]
     if peak["allocated_bytes"] is None:
         return Text.assemble(("peak: n/a", "bold"), f" ({report['origin']})")
-    reserved = peak["reserved_bytes"]
+    reserved, least = peak["reserved_bytes"], peak.get("reserved_at_least_bytes")
     held = f", {gib(reserved)} reserved" if reserved is not None else ""
+    if least is not None:
+        held = f", at least {gib(least)} reserved"
     gpu = f", GPU {report['device']}" if report["device"] is not None else ""
     return Text.assemble(
         ("peak: ", "bold"), (gib(peak["allocated_bytes"]), "bold"), f" allocated{held}", f" ({report['origin']}{gpu})"
