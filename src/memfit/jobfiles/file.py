@@ -25,7 +25,7 @@ from memfit.jobfiles.keys import JobFormat, KeyValues
 from memfit.jobfiles.llamafactory import LLAMAFACTORY
 from memfit.jobfiles.torchtune import TORCHTUNE
 from memfit.jobs.settings import flag, kinds_that_read
-from memfit.jobs.training.config_file import parse_yaml
+from memfit.jobs.training.config_file import parse_yaml, refuse_python
 from memfit.jobs.workload import Workload
 from memfit.models.config_check import without_doubles
 from memfit.models.registry import names_code
@@ -281,6 +281,7 @@ def _tell_stage(values: KeyValues, path: Path) -> None:
 def _text_of(path: Path) -> str:
     if not os.path.isfile(path):  # which says so of an impossible name too
         raise InputError(f"'{path}' is not a file" if os.path.exists(path) else f"no job file '{path}'")
+    refuse_python(path)
     return text_in(path, MAX_BYTES, "a job file")
 
 

@@ -9,6 +9,7 @@ import pytest
 from config_table import PAGE, table
 
 from memfit.errors import InputError, MemfitError, UnknownName, UsageError
+from memfit.jobfiles.file import read_job
 from memfit.jobs.training.batch import resolve_batch
 from memfit.jobs.training.config_file import dump, load_config, shipped_configs
 
@@ -104,6 +105,23 @@ def test_an_error_names_the_file(tmp_path: Path) -> None:
 def test_a_hostile_or_broken_file_is_one_error(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
         load_config(written(tmp_path, text))
+
+
+def test_a_python_file_of_constants_is_refused_without_running_it(tmp_path: Path) -> None:
+    path, ran = tmp_path / "config.py", tmp_path / "ran"
+    path.write_text(f"MAX_SEQ_LENGTH = 1536\nopen({str(ran)!r}, 'w')\nTRAINING_CONFIG = {{\n    'lr': 1e-4,\n}}\n")
+    for read in (load_config, read_job):
+        with pytest.raises(InputError, match=r"config\.py' is a Python file, which is not read") as told:
+            read(str(path))
+        assert told.value.hint is not None and "qwen2.5-7b-lora-24gb" in told.value.hint
+    assert not ran.exists()
+
+
+def test_keys_of_such_a_file_are_read_from_yaml(tmp_path: Path) -> None:
+    text = "model_name: gpt2\nmax_seq_length: 1536\ntraining_config: {num_train_epochs: 3}\nlora_config: {r: 16}\n"
+    config = load_config(written(tmp_path, text + "data: my.jsonl\nmethod: lora\n"))
+
+    assert (config.data.max_seq_len, config.schedule.epochs, config.workload.rank) == (1536, 3, 16)
 
 
 def test_a_huge_file_is_refused_unread(tmp_path: Path) -> None:

@@ -427,7 +427,18 @@ def find_config(said: str) -> tuple[str, str, str]:
         raise UnknownName("config", said, shipped_configs(), more=f"a .yaml file works too; shipped: {_shipped()}")
     if path.is_dir():
         raise InputError(f"--config '{said}' is a folder, not a YAML file")
+    refuse_python(path)
     return path.stem, text_in(path, MAX_BYTES, "a config"), f"'{said}'"
+
+
+def refuse_python(path: Path) -> None:
+    """Constants in a module are a config too, but to read it means to run it."""
+    if path.suffix == ".py":
+        raise InputError(
+            f"'{path}' is a Python file, which is not read as a config, for that would run it",
+            hint="the same keys in lower case in a YAML file are (max_seq_length: 1536, lora_config: {r: 16}),\n"
+            "or begin with one that comes with memfit: `memfit train --config qwen2.5-7b-lora-24gb --dry-run`",
+        )
 
 
 def _shipped() -> str:
