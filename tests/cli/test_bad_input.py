@@ -57,6 +57,27 @@ def test_a_wrong_flag_is_told_in_one_error(memfit: Memfit, flags: list[str], sai
     refused(memfit("plan", "train", *flags), *said)
 
 
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("plan lora --lora_r 8", "no such option: --lora_r; here it is --rank"),
+        ("fit lora --lora_r=8", "no such option: --lora_r; here it is --rank"),
+        ("plan train --lora-rank 8", "no such option: --lora-rank; it is --rank, and for `lora` only"),
+        ("plan train --micro_batch_size 2", "--micro_batch_size; here it is --batch-size"),
+        ("fit train --per_device_train_batch_size 2", "here it is --batch-size"),
+        ("plan train --gradient_accumulation_steps 2", "here it is --grad-accum"),
+        ("plan train --max_seq_length 8", "here it is --seq-len"),
+        ("plan train --max_seq_len 8", "here it is --seq-len"),
+        ("plan train --gradient_checkpointing", "here it is --grad-checkpointing"),
+        ("plan lora --lora_alpha 8", "no such option: --lora_alpha; it changes nothing in a plan: leave it out"),
+        ("plan prune --save out", "no such option: --save; it is of `memfit prune`: leave it out here"),
+        ("plan prune --log_memory", "no such option: --log_memory; it is of `memfit prune`: leave it out here"),
+    ],
+)
+def test_an_option_by_a_name_of_elsewhere_is_named_as_it_is_here(memfit: Memfit, typed: str, said: str) -> None:
+    refused(memfit(*typed.split(), "--model", "gpt2"), said)
+
+
 def test_a_wrong_share_is_refused(memfit: Memfit) -> None:
     for value in ("nan", "1.5", "-0.1", "lots"):
         refused(memfit("plan", "lora", "--model", "gpt2", "--lora-dropout", value), "--lora-dropout")

@@ -207,5 +207,11 @@ def run_command(typed: list[str]) -> int:
         code = app(typed, prog_name="memfit", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except typer.TyperException as error:
+        option, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
+        if type(error).__name__ == "NoSuchOption" and context is not None:
+            from memfit.cli.other_names import said_of
+
+            output.complain_of_usage(error, said_of(str(option), context, typed))
+            return error.exit_code
         output.complain_of_usage(error)
         return error.exit_code

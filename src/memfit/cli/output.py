@@ -91,8 +91,8 @@ def complain_of_a_bug() -> None:
     complain("this is a bug in memfit, not in what you asked for", "please report it with the text above")
 
 
-def complain_of_usage(error: typer.TyperException) -> None:
-    """What the option parser found, in the same form as every other error."""
+def complain_of_usage(error: typer.TyperException, better: str | None = None) -> None:
+    """What the option parser found, in the same form as every other error; `better`: in words of our own."""
     text = error.format_message().strip()
     context = getattr(error, "ctx", None)
     if type(error).__name__ == "NoArgsIsHelpError":  # the message is the help itself
@@ -103,6 +103,7 @@ def complain_of_usage(error: typer.TyperException) -> None:
     hint = f"`{context.command_path} --help` lists the options" if context else None
     if message.endswith("does not take a value"):
         hint = f"write {getattr(error, 'option_name', 'it')} alone: it is on where it stands"
+    message = better or message
     words = context.command_path.split() if context else []
     if getattr(error, "option_name", None) == "--from" and len(words) == 3:
         hint = f"`{words[0]} {words[1]} --from FILE`: the file says which kind of job it is"

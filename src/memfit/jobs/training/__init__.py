@@ -6,8 +6,9 @@ DOOR = {
     "batch": "BatchSizes divisors is_first launched processes processes_meant resolve_batch",
     "checkpoints": "check_checkpoint check_whole processes_of steps_done",
     "chunked_loss": "IGNORED use_chunked_loss",
-    "config": "BatchConfig DataConfig FACTORY ModelConfig TrainConfig keys_of",
-    "config_file": "SECTIONS as_yaml canonical config_from dump find_config load_config parse_yaml refuse_python",
+    "config": "BatchConfig DataConfig FACTORY KEYS ModelConfig TrainConfig keys_of",
+    "config_file": "SECTIONS as_yaml canonical config_from dump find_config key_called load_config parse_yaml "
+    "refuse_python",
     "config_names": "LOOSE OPTIMIZERS SECTION_ALIASES TRAINER_NAMES",
     "data": "Collator TrainingData epoch_order read_training_data rows_of_full_length",
     "engine": "PROBE_STEPS",

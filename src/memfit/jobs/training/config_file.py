@@ -229,6 +229,12 @@ def _alone(key: str, inside: str) -> str | Unknown:
     return ALIASES.get(key) or ALONE.get(key) or Unknown(_instead_of(key, inside))
 
 
+def key_called(name: str) -> str | None:
+    """memfit's own key, of a name that stands alone."""
+    found = _alone(name, "")
+    return None if isinstance(found, Unknown) else found
+
+
 def _instead_of(key: str, inside: str) -> str:
     """The nearest keys, each with its section; those of the section that it stands in come first."""
     if key.lower() in INSTEAD:
