@@ -46,6 +46,8 @@ BLOCK_COLUMNS = ("streams", "addresses", "category_of", "op_of", "module_of")
 """What is known of each block beside its size."""
 STACKS = "stack_of"
 LISTS = "lists"
+CARD = "gpu"
+"""Of a trace that was saved for a card: the fact of its name."""
 """The fact that says which blocks are lists of pointers, and to what."""
 FrameRow = tuple[str, int, str]
 

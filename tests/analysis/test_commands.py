@@ -13,6 +13,8 @@ from memfit.events import Trace
 
 SNAPSHOT = str(DATA / "snap-oom.pickle")
 
+TINY = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 16, "vocab_size": 64}
+
 
 def ended(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
     code = main([str(word) for word in words])
@@ -116,6 +118,21 @@ def test_an_export_says_where_it_went_and_what_opens_it(
     assert "already exists" in err
     code, out, _ = ended(capsys, "report", "job.memory-viz.pickle")
     assert (code, "(predicted, GPU 0)" in out) == (0, True)
+
+
+@pytest.mark.parametrize("gpu", ["RTX 3060", None])
+def test_a_saved_trace_keeps_the_card_of_its_plan(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, gpu: str | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    path, page = tmp_path / "p.npz", tmp_path / "p.html"
+    job = ["plan", "forward", "--model", str(tmp_path), "--seq-len", "8", "--save-trace", str(path)]
+
+    assert ended(capsys, *job, *(["--gpu", gpu] if gpu else []))[0] == 0
+    code, out, _ = ended(capsys, "report", str(path), "--html", str(page))
+    assert (code, f"(predicted, {gpu or 'GPU 0'})" in out) == (0, True)
+    _, out, _ = ended(capsys, "report", str(path), "--json")
+    assert json.loads(out)["gpu"] == gpu
 
 
 def test_a_folder_is_reported_like_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -85,6 +85,7 @@ def report_run(run: Run) -> dict[str, Any]:
     document = {
         "schema": SCHEMA, "origin": run.origin,
         "messages": [{"kind": message.kind, "text": str(message)} for message in run.messages], "device": run.device,
+        "gpu": run.gpu,
         "events": _counts(run), "seconds": run.seconds(len(run.trace)),
         "peak": {
             "allocated_bytes": timeline.peak_allocated,
@@ -274,7 +275,7 @@ def report_log(log: MemoryLogFile, parts: MemoryLogFile | None = None) -> dict[s
             {"kind": warning.kind, "text": str(warning)}
             for warning in dict.fromkeys((*log.warnings, *(parts.warnings if parts else ())))
         ],
-        "device": None,
+        "device": None, "gpu": None,
         "peak": {
             "allocated_bytes": found["peak_bytes"], "reserved_bytes": None, "reserved_at_least_bytes": least,
             "requested_bytes": None,

@@ -22,12 +22,15 @@ from memfit.analysis.observed import observe
 from memfit.analysis.stacks import is_python, labels_of_snapshot, labels_of_trace, line_text
 from memfit.analysis.summary import Summary
 from memfit.errors import InputError, UsageError
-from memfit.events import Trace
+from memfit.events import CARD, Trace
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.replay import replay
 from memfit.replay.timeline import Ints, Timeline, check_total
 from memfit.snapshots.read import Remark, Snapshot, read_snapshot
 from memfit.snapshots.schema import Frame, clean
+
+LONGEST_NAME = 100
+"""Of a card, as a file has it."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Run:
     device: int = 0
     snapshot: Snapshot | None = None
     times: npt.NDArray[np.float64] | None = None  # seconds since the first event, one an event; None if not recorded
+    gpu: str | None = None  # the card that it was predicted for
     rows: Ints | None = None  # of a part of a run: of each block its number in the snapshot
 
     @property
@@ -175,7 +179,9 @@ def run_of_trace(trace: Trace, *, alloc_conf: str | None = None) -> Run:
             raise
         raise InputError(f"the trace cannot be replayed: {error}") from error
     messages = () if len(trace) else (Remark("empty", "no events in it"),)
-    return Run(timeline, labels_of_trace(timeline), trace.origin, messages, config)
+    card = trace.facts.get(CARD)
+    gpu = clean(card[:LONGEST_NAME]) if isinstance(card, str) and card else None
+    return Run(timeline, labels_of_trace(timeline), trace.origin, messages, config, gpu=gpu)
 
 
 def runs_of_snapshot(snapshot: Snapshot) -> list[Run]:

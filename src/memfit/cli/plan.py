@@ -37,6 +37,7 @@ from memfit.jobs.workload import Workload
 from memfit.tracing.compiled.settings import graphs_told
 
 if TYPE_CHECKING:
+    from memfit.events import Trace
     from memfit.jobfiles.file import JobFile
     from memfit.planning.predict import Plan
 
@@ -128,9 +129,17 @@ def _plan_script(command: list[str], settings: dict[str, Any], json: bool, save_
 def _told(made: Plan, json: bool, save_trace: Path | None) -> int:
     if save_trace is not None:
         with writing(save_trace, "--save-trace"):
-            made.trace.save(save_trace)
+            _with_card(made).save(save_trace)
     output.tell(made, json=json)
     return FAILS if made.verdict == "fails" else 0
+
+
+def _with_card(made: Plan) -> Trace:
+    """So that a report of the file knows it; the trace itself may be of other plans too."""
+    from memfit.events import CARD
+
+    card = {} if made.gpu is None else {CARD: made.gpu.name}
+    return dataclasses.replace(made.trace, facts=made.trace.facts | card)
 
 
 def _try_script(command: list[str], changes: dict[str, list[str]], settings: dict[str, Any], json: bool) -> int:

@@ -111,7 +111,8 @@ def _peak_line(report: Report) -> Text:
     held = f", {gib(reserved)} reserved" if reserved is not None else ""
     if least is not None:
         held = f", at least {gib(least)} reserved"
-    gpu = f", GPU {report['device']}" if report["device"] is not None else ""
+    card = clean(report.get("gpu") or "") or (f"GPU {report['device']}" if report["device"] is not None else "")
+    gpu = f", {card}" if card else ""
     return Text.assemble(
         ("peak: ", "bold"), (gib(peak["allocated_bytes"]), "bold"), f" allocated{held}", f" ({report['origin']}{gpu})"
     )

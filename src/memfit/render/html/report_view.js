@@ -298,7 +298,7 @@ function topBar(data) {
   const { report, title } = data;
   const links = [["timeline", "Timeline"], ["flame", "Flame graph"], ["allocations", "Allocations"], ["details", "Details"]];
   const known = links.filter(([id]) => id === "details" || data.timeline);
-  const device = report.device === null || report.device === undefined ? "" : `, GPU ${report.device}`;
+  const device = report.gpu ? `, ${report.gpu}` : report.device === null || report.device === undefined ? "" : `, GPU ${report.device}`;
   return make("header", { class: "bar" },
     make("span", { class: "brand", text: "memfit" }), make("span", { class: "file", text: title, title: report.source.path }),
     make("span", { class: `badge ${report.origin === "predicted" ? "predicted" : ""}`, text: `${report.origin}${device}` }),
