@@ -225,6 +225,21 @@ def test_the_slider_shows_more_one_by_one(train: Opened) -> None:
     shown(10)
 
 
+def test_the_label_counts_also_what_is_too_small_to_be_drawn(train: Opened) -> None:
+    def label() -> tuple[int, int]:
+        drawn, there = train.text(".tools output").replace(",", "").removesuffix(" in view").split(" of ")
+        return int(drawn), int(there)
+
+    train.press("0")
+    drawn, there = label()
+    assert 0 < drawn < there
+    train.press("ArrowUp", "ArrowUp", "ArrowUp")
+    assert label()[1] == there
+    train.press("0", "+", "+", "+", "+")
+    assert label()[1] < there
+    train.press("0")
+
+
 def test_the_axis_and_the_grouping_can_be_changed(train: Opened) -> None:
     train.page.select_option("#axis", "event")
     assert train.drawing()["end"] == 2570  # one more than there are events

@@ -76,6 +76,15 @@ def open_file(looked: Looked, name: str) -> None:
     looked.page.wait_for_selector("canvas.main")
 
 
+def test_the_label_says_how_many_are_in_view_though_not_all_were_sent(looked: Looked) -> None:
+    open_file(looked, "many.npz")
+    looked.until("document.querySelector('.tools output').textContent.endsWith('in view')")
+
+    drawn, there = looked.page.inner_text(".tools output").split(" of up to ")
+    assert int(drawn.replace(",", "")) <= 4000
+    assert there == f"{STEPS * LAYERS:,} in view"
+
+
 def test_a_file_of_the_folder_is_shown_as_a_report_shows_it(looked: Looked) -> None:
     open_file(looked, "snap-train.pickle")
 

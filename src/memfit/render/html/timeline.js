@@ -181,7 +181,8 @@ export class Timeline extends Drawing {
 
   describe() {
     const { run, grouping } = this;
-    this.shown.textContent = `${this.detail} %, ${number(this.drawn)} in view`;
+    const most = run.leftOut > 0 ? "up to " : ""; // those came as a sum, some perhaps of moments beside what is in view
+    this.shown.textContent = `${number(this.drawn)} of ${most}${number(this.there + run.leftOut)} in view`;
     if (this.described === grouping) return; // a window of the run has groupings of its own
     this.described = grouping;
     const present = grouping.names.map((_, i) => grouping.sums[i].some((sum) => sum > 0));

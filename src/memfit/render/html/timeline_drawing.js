@@ -56,7 +56,7 @@ export class Drawing {
     this.drawOverview();
     this.describe();
     Object.assign(this.canvas.dataset, {
-      from: this.from, to: this.to, first: this.run.first, last: this.run.last, end: this.end, low: this.low, high: this.high, drawn: this.drawn, milliseconds: (performance.now() - began).toFixed(2),
+      from: this.from, to: this.to, first: this.run.first, last: this.run.last, end: this.end, low: this.low, high: this.high, drawn: this.drawn, there: this.there, milliseconds: (performance.now() - began).toFixed(2),
     });
     this.onDrawn?.();
   }
@@ -217,11 +217,13 @@ export class Drawing {
     const below = new Float64Array(columns), above = new Float64Array(columns);
     const shades = this.grouping.colors.map((name) => [Theme.get(name), shaded(Theme.get(name), 0.14), shaded(Theme.get(name), -0.1)]);
     const edge = (LEAST_EDGE / this.plotHeight) * (this.high - this.low);
-    let drawn = 0, budget = 6e6;
+    let drawn = 0, there = 0, budget = 6e6;
     this.chosenArea = null;
-    for (let i = 0; i < run.blocks && budget > 0; i++) {
+    for (let i = 0; i < run.blocks; i++) {
       const block = run.byBirth[i];
-      if (block >= wanted || run.birth[block] > lastEvent || run.death[block] <= firstEvent) continue;
+      if (run.birth[block] > lastEvent || run.death[block] <= firstEvent) continue;
+      there++;
+      if (block >= wanted || budget <= 0) continue;
       const first = upperBound(eventOf, run.birth[block] - 1), last = upperBound(eventOf, run.death[block] - 1);
       if (last <= first) continue;
       const group = this.grouping.ofBlock[block], stacked = heights[group], size = run.size[block];
@@ -241,6 +243,7 @@ export class Drawing {
       drawn++;
     }
     this.drawn = drawn;
+    this.there = there;
     if (this.chosenArea) this.outline(context, ...this.chosenArea);
   }
 
