@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from memfit.errors import InputError
 from memfit.models import registry
-from memfit.models.presets import NOT_COMPARED, Preset, encoders, find_preset, name_key, presets
+from memfit.models.files import find_here, locate
+from memfit.models.presets import (
+    NO_REPOSITORIES,
+    NOT_COMPARED,
+    Preset,
+    encoders,
+    find_preset,
+    name_key,
+    presets,
+    where_published,
+)
 from memfit.models.registry import OWN_TYPES, build_model, load_config, parameter_count, resolve, supports_sdpa
 
 # The models that memfit's accuracy is measured on, written out from the measuring scripts:
@@ -232,3 +244,21 @@ def test_a_hub_id_is_known_without_its_owner() -> None:
 @pytest.mark.parametrize("name", ["opt-125", "llama-4-9b", "bert", ""])
 def test_a_name_that_is_only_close_is_not_found(name: str) -> None:
     assert find_preset(name) is None
+
+
+@pytest.mark.parametrize("known", sorted(NO_REPOSITORIES))
+def test_an_id_that_the_hub_has_not_is_a_preset_with_a_repository(known: str) -> None:
+    assert where_published(known) == f"huggyllama/llama-{known.removesuffix('-hf').rpartition('-')[2]}"
+
+
+def test_a_repository_is_left_as_it_is() -> None:
+    assert where_published("lmsys/vicuna-7b-v1.3") == "lmsys/vicuna-7b-v1.3"
+
+
+def test_a_hint_names_the_repository_that_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("memfit.models.files.why_no_hub", lambda: "no network")
+    for ask in (locate, find_here):
+        with pytest.raises(InputError) as told:
+            ask("meta-llama/Llama-13B", cache_dir=str(tmp_path))
+        assert "`hf download huggyllama/llama-13b`" in str(told.value.hint)
+        assert "hf download meta-llama" not in str(told.value.hint)

@@ -17,7 +17,7 @@ from urllib.request import getproxies
 from memfit.errors import InputError
 from memfit.models.checkpoint import INDEX, SINGLE, WEIGHTS, is_whole
 from memfit.models.gguf import as_folder, gguf_file, look_for_folder
-from memfit.models.presets import find_preset
+from memfit.models.presets import find_preset, where_published
 
 SETTINGS = ("*.json", "*.model", "*.txt", "*.jinja")
 """What a download brings beside the weights: settings and the tokenizer."""
@@ -33,8 +33,9 @@ class NotHere(InputError):
     """It could be fetched from the Hub."""
 
     def __init__(self, name: str, hub_id: str, what: str) -> None:
-        super().__init__(f"{what} of {name} are not on this machine", hint=f"`hf download {hub_id}`, or give a folder")
-        self.hub_id = hub_id
+        self.hub_id = where_published(hub_id)
+        hint = f"{_renamed(hub_id)}`hf download {self.hub_id}`, or give a folder"
+        super().__init__(f"{what} of {name} are not on this machine", hint=hint)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,10 +217,18 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
+def _renamed(hub_id: str) -> str:
+    """How a hint begins where the id is one that the Hub has not."""
+    there = where_published(hub_id)
+    return "" if there == hub_id else f"the Hub has no such repository; name the same model {there}:\n"
+
+
 def _cannot_fetch(hub_id: str, why: str) -> InputError:
+    there = where_published(hub_id)
     return InputError(
         f"'{hub_id}' is not in the Hugging Face cache and cannot be fetched: {why}",
-        hint=f"`hf download {hub_id}` where there is a network (`hf auth login` first if it is gated), or a folder",
+        hint=f"{_renamed(hub_id)}`hf download {there}` where there is a network "
+        "(`hf auth login` first if it is gated), or a folder",
     )
 
 

@@ -208,3 +208,17 @@ def _by_key() -> dict[str, Preset]:
 
 def find_preset(name: str) -> Preset | None:
     return _by_key().get(name_key(name))
+
+
+NO_REPOSITORIES = frozenset(
+    f"{owner}{size}b{end}"
+    for size in (7, 13, 30, 65)
+    for owner, end in (("meta-llama/llama-", ""), ("meta-llama/llama-1-", ""), ("decapoda-research/llama-", "-hf"))
+)
+"""Ids of the first LLaMA that guides and papers have, and the Hub has not, or no longer."""
+
+
+def where_published(hub_id: str) -> str:
+    """The repository with the weights of that model, if the id that it goes by is none."""
+    preset = find_preset(hub_id) if hub_id.lower() in NO_REPOSITORIES else None
+    return hub_id if preset is None else next(alias for alias in preset.aliases if "/" in alias)
