@@ -51,6 +51,12 @@ def test_a_result_is_told_beside_the_plan(tmp_path: Path) -> None:
     assert ["seconds", 12.5] in run["facts"]
 
 
+def test_without_a_result_the_peak_of_reserved_memory_is_not_known(tmp_path: Path) -> None:
+    run = seen(written(tmp_path, memory_log__csv=HEAD + "2025-12-28T00:18:23,04_after,4.850,5.000,5.200,2.6,6.5\n"))
+
+    assert [row["name"] for row in run["peaks"]] == ["GPU allocated", "host"]
+
+
 def test_a_run_that_is_going_is_read_as_far_as_it_is_written(tmp_path: Path) -> None:
     log = f"{STAMP}model: x\n{STAMP}start: step 0/40\n{STAMP}step 1/40, loss 3.5, lr 1\n{STAMP}step 2/40, loss 3.2"
     run = seen(written(tmp_path, train__log=log, memory_log__csv=HEAD + ROWS[0] + ROWS[1][:-20]))

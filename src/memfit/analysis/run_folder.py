@@ -134,8 +134,6 @@ def _steps(result: Mapping[str, Any], lines: Sequence[str]) -> tuple[dict[str, i
 def _peaks(result: Mapping[str, Any], log: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
     peaks = _dict(result.get("peaks"))
     predicted = _dict(result.get("predicted")) or _dict(peaks.get("predicted"))
-    points = log["checkpoints"] if log else []
-    reserved = max((point["reserved_bytes"] for point in points if point["reserved_bytes"] is not None), default=None)
     allocated, host = (log["peak_bytes"], log["cpu_peak_bytes"]) if log else (None, None)
     rows: tuple[tuple[str, tuple[Any, ...], tuple[Any, ...]], ...] = (
         (
@@ -146,7 +144,7 @@ def _peaks(result: Mapping[str, Any], log: Mapping[str, Any] | None) -> Iterator
         (
             "GPU reserved",
             (predicted.get("reserved_bytes"), predicted.get("gpu_reserved_bytes")),
-            (result.get("gpu_reserved_bytes"), reserved),
+            (result.get("gpu_reserved_bytes"),),  # a log has it at checkpoints only
         ),
         ("host", (predicted.get("host_bytes"),), (result.get("host_peak_bytes"), peaks.get("host_bytes"), host)),
     )
