@@ -14,7 +14,7 @@ from memfit.events import Trace
 SNAPSHOT = str(DATA / "snap-oom.pickle")
 
 
-def ended(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+def ended(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
     code = main([str(word) for word in words])
     out, err = capsys.readouterr()
     return code, out, err
@@ -100,6 +100,18 @@ def test_a_diff_is_printed_with_what_explains_it(capsys: pytest.CaptureFixture[s
 
     code, out, _ = ended(capsys, "diff", str(tmp_path / "a.npz"), str(tmp_path / "b.npz"), "--json")
     assert (code, json.loads(out)["schema"]) == (0, "memfit.diff/1")
+
+
+def test_a_device_that_no_side_of_a_diff_has_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trace = tmp_path / "a.npz"
+    random_trace(1, events=50).save(trace)
+    for device in (7, -1):
+        code, _, err = ended(capsys, "diff", trace, trace, "--device", device)
+        assert (code, err) == (2, f"error: --device {device}: '{trace}' is a trace of one device\n")
+        for both in ((trace, SNAPSHOT), (SNAPSHOT, trace)):
+            code, _, err = ended(capsys, "diff", *both, "--device", device)
+            assert (code, "recorded were: 0" in err) == (2, True)
+    assert ended(capsys, "diff", trace, SNAPSHOT, "--device", 0)[0] == 0
 
 
 def test_an_export_says_where_it_went_and_what_opens_it(
