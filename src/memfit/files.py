@@ -11,6 +11,7 @@ objects, again and again.
 from __future__ import annotations
 
 import atexit
+import errno
 import gc
 import os
 import shutil
@@ -248,9 +249,34 @@ def _pour(whole: Path, path: Path, there: os.stat_result) -> None:
     stream = _stream_of(there)
     if stream is not None and sys.stdout is not None:
         sys.stdout.flush()
-    out = path.open("wb") if stream is None else os.fdopen(os.dup(stream), "wb")
-    with whole.open("rb") as source, out:
+    created = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    descriptor = when_read(str(path), created) if stream is None else os.dup(stream)
+    with whole.open("rb") as source, os.fdopen(descriptor, "wb") as out:
         shutil.copyfileobj(source, out)
+
+
+SECONDS_FOR_A_READER = 10.0
+"""What reads a pipe may be started at the same time as what writes it."""
+
+
+def when_read(path: str, flags: int) -> int:
+    """For `open`. To open a pipe by name is to wait for its reader, who may never come."""
+    if not Path(path).is_fifo():
+        return os.open(path, flags, 0o666)
+    until = time.monotonic() + SECONDS_FOR_A_READER
+    while True:
+        try:
+            descriptor = os.open(path, flags | os.O_NONBLOCK)
+            break
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            if time.monotonic() > until:
+                why = f"{str(path)!r} is a pipe, and nobody reads it"
+                raise InputError(why, hint="start what reads it first, or name a file") from None
+        time.sleep(0.02)
+    os.set_blocking(descriptor, True)
+    return descriptor
 
 
 @contextmanager
