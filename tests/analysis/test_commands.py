@@ -114,6 +114,19 @@ def test_a_device_that_no_side_of_a_diff_has_is_refused(capsys: pytest.CaptureFi
     assert ended(capsys, "diff", trace, SNAPSHOT, "--device", 0)[0] == 0
 
 
+@pytest.mark.parametrize("command", [("report",), ("export", "--to", "csv"), ("diff", SNAPSHOT)], ids=" ".join)
+def test_a_trace_that_was_cut_off_is_said_to_be_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    path = tmp_path / "half.npz"
+    random_trace(1).save(path)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+    code, _, err = ended(capsys, *command, path)
+
+    assert (code, "it begins as a trace does (a zip), and its end is missing\n" in err) == (2, True)
+
+
 def test_an_export_says_where_it_went_and_what_opens_it(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
