@@ -73,9 +73,15 @@ def _sweep(target: Path) -> None:
             number = each.name.removeprefix(begins)
             if each.name == number or not number.isdecimal() or not each.is_file(follow_symlinks=False):
                 continue
-            untouched = time.time() - each.stat(follow_symlinks=False).st_mtime > UNTOUCHED_SECONDS
-            if untouched and not _is_alive(int(number)):
+            if is_abandoned(Path(each.path), int(number)):
                 Path(each.path).unlink(missing_ok=True)
+
+
+def is_abandoned(path: Path, process: int) -> bool:
+    """Whether what this process wrote, a file or a folder of files, will not be finished any more."""
+    inside = path.iterdir() if path.is_dir() else ()
+    written = max(each.stat(follow_symlinks=False).st_mtime for each in (path, *inside))
+    return time.time() - written > UNTOUCHED_SECONDS and not _is_alive(process)
 
 
 def _is_alive(process: int) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,27 @@ def test_a_conversion_that_breaks_leaves_nothing_and_is_not_mistaken_for_a_whole
     with pytest.raises(InputError, match=r"cannot convert .*No space left on device"):
         as_folder(converted[0], cache_dir=tmp_path)
     assert list((tmp_path / "memfit-gguf").iterdir()) == []
+
+
+def test_what_a_killed_conversion_has_left_goes_with_the_next_one_and_nothing_else(
+    converted: tuple[Path, Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True, check=True).stdout.strip()
+    root = tmp_path / "memfit-gguf"
+    left, late, running, other = (
+        root / name for name in (f".writing-{gone}-a", f".writing-{gone}-b", f".writing-{os.getpid()}-c", ".mine")
+    )
+    for folder in (left, late, running, other):
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").touch()
+        if folder != late:  # as it may be written by a process of another machine
+            os.utime(folder / "model.safetensors", (0, 0))
+        os.utime(folder, (0, 0))
+    monkeypatch.setattr(gguf, "_convert", lambda *_: None)
+
+    made = as_folder(converted[0], cache_dir=tmp_path)
+
+    assert sorted(root.iterdir()) == sorted([late, running, other, made])
 
 
 def test_a_folder_that_a_quicker_process_has_made_is_taken(
