@@ -19,7 +19,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -160,6 +160,30 @@ def folder_of_this_process() -> Path:
     made = tempfile.mkdtemp(prefix="memfit-")
     atexit.register(shutil.rmtree, made, ignore_errors=True)
     return Path(made)
+
+
+_begun: list[tuple[int, Callable[[], None]]] = []
+
+
+@contextmanager
+def undone(undo: Callable[[], None]) -> Iterator[None]:
+    """`undo` is called after this, and also where a signal ends this process at once, amid an import."""
+    begun = os.getpid(), undo
+    _begun.append(begun)
+    try:
+        yield
+    finally:
+        undo()
+        _begun.remove(begun)
+
+
+def undo_at_once() -> bool:
+    """Whether there was anything; what a process began before it was forked is its own."""
+    own = [undo for process, undo in reversed(_begun) if process == os.getpid()]
+    for undo in own:
+        with suppress(Exception):
+            undo()
+    return bool(own)
 
 
 OPEN_ALREADY = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")

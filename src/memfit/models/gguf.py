@@ -27,13 +27,14 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import redirect_stderr, suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from memfit.errors import InputError
-from memfit.files import folder_of_this_process, is_abandoned, own_cache
+from memfit.files import folder_of_this_process, is_abandoned, own_cache, undone
 
 SPACE = "▁"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
@@ -155,14 +156,13 @@ def as_folder(path: Path, *, cache_dir: Path | None = None, say: Callable[[str],
         writing = Path(tempfile.mkdtemp(prefix=f"{WRITING}{os.getpid()}-", dir=root))
     except OSError as error:
         raise InputError(f"cannot write to '{root}', where {path.name} is to be converted: {error.strerror}") from error
-    try:
-        _convert(path, writing)
-        (writing / COMPLETE).write_text(json.dumps({"sha256": digest, "file": path.name, "format": FORMAT}))
-        _take(writing, folder, digest)
-    except OSError as error:
-        raise InputError(f"cannot convert {path} in '{root}': {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(writing, ignore_errors=True)
+    with undone(partial(shutil.rmtree, writing, ignore_errors=True)):
+        try:
+            _convert(path, writing)
+            (writing / COMPLETE).write_text(json.dumps({"sha256": digest, "file": path.name, "format": FORMAT}))
+            _take(writing, folder, digest)
+        except OSError as error:
+            raise InputError(f"cannot convert {path} in '{root}': {error.strerror or error}") from error
     return folder
 
 
