@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from memfit import files
 from memfit.errors import InputError
 from memfit.files import check_free, written_whole
 
@@ -106,6 +107,24 @@ def test_what_is_written_to_a_pipe_comes_out_of_it_and_it_stays_a_pipe(tmp_path:
     reader.join(timeout=120)
     assert got == [b"x" * 200_000]
     assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert list(tmp_path.iterdir()) == [pipe]
+
+
+def test_a_pipe_that_nobody_reads_is_told_and_one_whose_reader_comes_late_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    got: list[bytes] = []
+    reader = threading.Timer(0.3, lambda: got.append(pipe.read_bytes()))
+    reader.start()
+    write(pipe, "late")
+    reader.join(timeout=120)
+    assert got == [b"late"]
+
+    monkeypatch.setattr(files, "SECONDS_FOR_A_READER", 0.1)
+    with pytest.raises(InputError, match="pipe' is a pipe, and nobody reads it"):
+        write(pipe, "never")
     assert list(tmp_path.iterdir()) == [pipe]
 
 

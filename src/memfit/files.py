@@ -11,6 +11,7 @@ objects, again and again.
 from __future__ import annotations
 
 import atexit
+import errno
 import gc
 import os
 import shutil
@@ -18,7 +19,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -72,9 +73,15 @@ def _sweep(target: Path) -> None:
             number = each.name.removeprefix(begins)
             if each.name == number or not number.isdecimal() or not each.is_file(follow_symlinks=False):
                 continue
-            untouched = time.time() - each.stat(follow_symlinks=False).st_mtime > UNTOUCHED_SECONDS
-            if untouched and not _is_alive(int(number)):
+            if is_abandoned(Path(each.path), int(number)):
                 Path(each.path).unlink(missing_ok=True)
+
+
+def is_abandoned(path: Path, process: int) -> bool:
+    """Whether what this process wrote, a file or a folder of files, will not be finished any more."""
+    inside = path.iterdir() if path.is_dir() else ()
+    written = max(each.stat(follow_symlinks=False).st_mtime for each in (path, *inside))
+    return time.time() - written > UNTOUCHED_SECONDS and not _is_alive(process)
 
 
 def _is_alive(process: int) -> bool:
@@ -153,6 +160,30 @@ def folder_of_this_process() -> Path:
     made = tempfile.mkdtemp(prefix="memfit-")
     atexit.register(shutil.rmtree, made, ignore_errors=True)
     return Path(made)
+
+
+_begun: list[tuple[int, Callable[[], None]]] = []
+
+
+@contextmanager
+def undone(undo: Callable[[], None]) -> Iterator[None]:
+    """`undo` is called after this, and also where a signal ends this process at once, amid an import."""
+    begun = os.getpid(), undo
+    _begun.append(begun)
+    try:
+        yield
+    finally:
+        undo()
+        _begun.remove(begun)
+
+
+def undo_at_once() -> bool:
+    """Whether there was anything; what a process began before it was forked is its own."""
+    own = [undo for process, undo in reversed(_begun) if process == os.getpid()]
+    for undo in own:
+        with suppress(Exception):
+            undo()
+    return bool(own)
 
 
 OPEN_ALREADY = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
@@ -248,9 +279,34 @@ def _pour(whole: Path, path: Path, there: os.stat_result) -> None:
     stream = _stream_of(there)
     if stream is not None and sys.stdout is not None:
         sys.stdout.flush()
-    out = path.open("wb") if stream is None else os.fdopen(os.dup(stream), "wb")
-    with whole.open("rb") as source, out:
+    created = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    descriptor = when_read(str(path), created) if stream is None else os.dup(stream)
+    with whole.open("rb") as source, os.fdopen(descriptor, "wb") as out:
         shutil.copyfileobj(source, out)
+
+
+SECONDS_FOR_A_READER = 10.0
+"""What reads a pipe may be started at the same time as what writes it."""
+
+
+def when_read(path: str, flags: int) -> int:
+    """For `open`. To open a pipe by name is to wait for its reader, who may never come."""
+    if not Path(path).is_fifo():
+        return os.open(path, flags, 0o666)
+    until = time.monotonic() + SECONDS_FOR_A_READER
+    while True:
+        try:
+            descriptor = os.open(path, flags | os.O_NONBLOCK)
+            break
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            if time.monotonic() > until:
+                why = f"{str(path)!r} is a pipe, and nobody reads it"
+                raise InputError(why, hint="start what reads it first, or name a file") from None
+        time.sleep(0.02)
+    os.set_blocking(descriptor, True)
+    return descriptor
 
 
 @contextmanager

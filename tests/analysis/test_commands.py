@@ -16,7 +16,7 @@ SNAPSHOT = str(DATA / "snap-oom.pickle")
 TINY = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 16, "vocab_size": 64}
 
 
-def ended(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+def ended(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
     code = main([str(word) for word in words])
     out, err = capsys.readouterr()
     return code, out, err
@@ -102,6 +102,31 @@ def test_a_diff_is_printed_with_what_explains_it(capsys: pytest.CaptureFixture[s
 
     code, out, _ = ended(capsys, "diff", str(tmp_path / "a.npz"), str(tmp_path / "b.npz"), "--json")
     assert (code, json.loads(out)["schema"]) == (0, "memfit.diff/1")
+
+
+def test_a_device_that_no_side_of_a_diff_has_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trace = tmp_path / "a.npz"
+    random_trace(1, events=50).save(trace)
+    for device in (7, -1):
+        code, _, err = ended(capsys, "diff", trace, trace, "--device", device)
+        assert (code, err) == (2, f"error: --device {device}: '{trace}' is a trace of one device\n")
+        for both in ((trace, SNAPSHOT), (SNAPSHOT, trace)):
+            code, _, err = ended(capsys, "diff", *both, "--device", device)
+            assert (code, "recorded were: 0" in err) == (2, True)
+    assert ended(capsys, "diff", trace, SNAPSHOT, "--device", 0)[0] == 0
+
+
+@pytest.mark.parametrize("command", [("report",), ("export", "--to", "csv"), ("diff", SNAPSHOT)], ids=" ".join)
+def test_a_trace_that_was_cut_off_is_said_to_be_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    path = tmp_path / "half.npz"
+    random_trace(1).save(path)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+    code, _, err = ended(capsys, *command, path)
+
+    assert (code, "it begins as a trace does (a zip), and its end is missing\n" in err) == (2, True)
 
 
 def test_an_export_says_where_it_went_and_what_opens_it(

@@ -76,6 +76,19 @@ def test_a_wrong_flag_is_told_in_one_error(memfit: Memfit, flags: list[str], sai
 )
 def test_an_option_by_a_name_of_elsewhere_is_named_as_it_is_here(memfit: Memfit, typed: str, said: str) -> None:
     refused(memfit(*typed.split(), "--model", "gpt2"), said)
+        (["report", ""], "FILE is empty"), (["explain", ""], "FILE is empty"), (["gate", ""], "FILE is empty"),
+        (["plan", "batch", ""], "FILE is empty"), (["diff", "a.npz", ""], "B is empty"),
+        (["export", "a.npz", "--to", "csv", "-o", ""], "--output is empty"),
+        (["plan", "--from", ""], "--from is empty"),
+        (["report", "a.npz", "--html", ""], "--html is empty"), (["train", "--config", ""], "--config is empty"),
+        (["plan", "train", "--model", "gpt2", "--save-trace", ""], "--save-trace is empty"),
+        (["prune", "--model", "gpt2", "--cache-dir", ""], "--cache-dir is empty"),
+        (["prune", "--model", "gpt2", "--save", ""], "--save is empty"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)  # fmt: skip
+def test_no_file_is_not_the_current_folder(memfit: Memfit, typed: list[str], said: str) -> None:
+    refused(memfit(*typed), f"error: {said}\n")
 
 
 def test_a_wrong_share_is_refused(memfit: Memfit) -> None:

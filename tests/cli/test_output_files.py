@@ -111,6 +111,18 @@ def test_watch_touches_no_file_that_is_not_its_own(memfit: Memfit, tmp_path: Pat
         assert memfit("watch", flag, log, "--count", 1).code == 0
 
 
+def test_a_pipe_that_nobody_reads_is_told(memfit: Memfit, recording: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memfit.files.SECONDS_FOR_A_READER", 0.1)
+    pipe = recording.with_name("pipe")
+    os.mkfifo(pipe)
+    for asked in (
+        ("export", recording, "--to", "csv", "-o", pipe, "-f"), ("report", recording, "--html", pipe, "-f"),
+        ("watch", "--csv", pipe, "--count", 1),
+    ):  # fmt: skip
+        ended = memfit(*asked)
+        assert (ended.code, "is a pipe, and nobody reads it" in ended.err) == (2, True)
+
+
 def test_what_watch_appends_can_be_read_from_a_pipe(memfit: Memfit, tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)

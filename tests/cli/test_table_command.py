@@ -57,6 +57,9 @@ def test_the_terminal_says_what_was_planned_with_what(memfit: Memfit) -> None:
     ("flags", "said"),
     [
         (["--format", "xml"], "--format 'xml' is not one of terminal, markdown, csv, json"),
+        (["--models", ""], "--models is empty"),
+        (["--workloads", ","], "--workloads is empty"),
+        (["--gpus", ""], "--gpus is empty"),
         (["--models", "lama-7b"], "no model called 'lama-7b'"),
         (["--workloads", "prun"], "no workload called 'prun'"),
         (["--gpus", "2x80GB"], "--gpus '2x80GB' names several cards"),

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +86,62 @@ def test_a_conversion_that_breaks_leaves_nothing_and_is_not_mistaken_for_a_whole
     with pytest.raises(InputError, match=r"cannot convert .*No space left on device"):
         as_folder(converted[0], cache_dir=tmp_path)
     assert list((tmp_path / "memfit-gguf").iterdir()) == []
+
+
+def test_what_a_killed_conversion_has_left_goes_with_the_next_one_and_nothing_else(
+    converted: tuple[Path, Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True, check=True).stdout.strip()
+    root = tmp_path / "memfit-gguf"
+    left, late, running, other = (
+        root / name for name in (f".writing-{gone}-a", f".writing-{gone}-b", f".writing-{os.getpid()}-c", ".mine")
+    )
+    for folder in (left, late, running, other):
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").touch()
+        if folder != late:  # as it may be written by a process of another machine
+            os.utime(folder / "model.safetensors", (0, 0))
+        os.utime(folder, (0, 0))
+    monkeypatch.setattr(gguf, "_convert", lambda *_: None)
+
+    made = as_folder(converted[0], cache_dir=tmp_path)
+
+    assert sorted(root.iterdir()) == sorted([late, running, other, made])
+
+
+ENDED_WHILE_IT_CONVERTS = """
+import sys
+from memfit.cli import main
+from memfit.models import gguf
+def convert(path, folder):
+    (folder / "config.json").touch()
+    import asks_for_an_end
+gguf._convert = convert
+sys.argv[1:] = [{words}]
+main.run()
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
+def test_a_conversion_that_is_asked_to_end_amid_an_import_leaves_nothing(
+    converted: tuple[Path, Path, Any], tmp_path: Path, name: str, code: int
+) -> None:
+    (tmp_path / "asks_for_an_end.py").write_text(f"import os, signal\nos.kill(os.getpid(), signal.{name})\n")
+    out, cache = tmp_path / "out", tmp_path / "cache"
+    asked = ("prune", "--model", converted[0], "--cache-dir", cache, "--save", out / "pruned", "--device", "cpu")
+    words = ", ".join(repr(str(word)) for word in (*asked, "--prune-method", "magnitude", "--no-eval"))
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDED_WHILE_IT_CONVERTS.format(words=words)],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    assert (ended.returncode, "error: interrupted\n" in ended.stderr, "Traceback" in ended.stderr) == (
+        code,
+        True,
+        False,
+    )
+    assert not out.exists()
+    assert list((cache / "memfit-gguf").iterdir()) == []
 
 
 def test_a_folder_that_a_quicker_process_has_made_is_taken(

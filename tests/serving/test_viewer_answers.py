@@ -133,7 +133,7 @@ class Evil:
         (pickle.dumps(Evil()), "asks Python to import"),
         (pickle.dumps({"segments": 5}), "segments"),
         (b"\x80\x04\x95", "middle of a value"),
-        (b"PK\x03\x04 not a zip", "neither a pickle"),
+        (b"PK\x03\x04 not a whole zip", "its end is missing"),
     ],
 )
 def test_junk_is_refused_in_plain_words_under_its_own_name(client: TestClient, body: bytes, words: str) -> None:

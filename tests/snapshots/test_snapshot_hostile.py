@@ -265,7 +265,8 @@ def test_json_or_gzip_cut_off_is_an_error(path: Path) -> None:
     ("data", "what"),
     [
         (b"", "it is empty"), (b"\x80", "protocol 0"), (b"\x80\x09N.", "protocol 9"), (HEAD + b"N.", "not a dict"),
-        (b"(lp0\n.", "neither a pickle"), (b"<!DOCTYPE html>", "neither a pickle"), (b"PK\x03\x04", "neither a pickle"),
+        (b"(lp0\n.", "neither a pickle"), (b"<!DOCTYPE html>", "neither a pickle"),
+        (b"PK\x03\x04", "its end is missing"),
         (b"{}", "no 'segments'"), (b"\xff\xfe{\0}\0", "neither a pickle"), (b'{"segments": nul', "damaged"),
         (b'{"a": "\xff"}', "damaged"), (HEAD + b"e.", "damaged"), (HEAD + b"}.", "no 'segments'"),
     ],

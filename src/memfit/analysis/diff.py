@@ -349,7 +349,11 @@ def _cut_labels(labels: Labels, kept: Ints, begin: int, end: int, first_step: in
 def diff_files(
     a: str | Path, b: str | Path, *, step_a: int | None = None, step_b: int | None = None, device: int | None = None
 ) -> dict[str, Any]:
-    document = diff_runs(_opened(a, step_a, "--step-a", device), _opened(b, step_b, "--step-b", device))
+    traces = is_trace_file(a), is_trace_file(b)
+    of_a, of_b = (
+        None if is_trace and not all(traces) else device for is_trace in traces
+    )  # beside a recording it is for that
+    document = diff_runs(_opened(a, step_a, "--step-a", of_a), _opened(b, step_b, "--step-b", of_b))
     for side, path in (("a", a), ("b", b)):
         document[side] = {"path": clean(str(path)), **document[side]}
     return document
@@ -361,5 +365,5 @@ def _opened(path: str | Path, step: int | None, flag: str, device: int | None) -
             f"{str(path)!r} is a memory log: it has checkpoints, no events to compare",
             hint="compare snapshots or traces; `memfit report` shows a log",
         )
-    run = open_run(path, device=None if is_trace_file(path) else device)
+    run = open_run(path, device=device)
     return run if step is None else one_step(run, step, flag=flag)

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, get_args
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -37,6 +38,7 @@ class _TextAsItIs:
 
     def coerce(self, value: Any, *, param: Any, ctx: Any) -> Any:
         many, annotation = param.multiple or param.nargs == -1, param.type_descriptor.annotation
+        _refuse_empty_place(param, value, annotation)
         if value is None:
             return () if many else None
         if annotation is str and isinstance(value, str):
@@ -44,6 +46,17 @@ class _TextAsItIs:
         if annotation == list[str] and many and all(isinstance(each, str) for each in value):
             return list(value)
         return self.make().coerce(value, param=param, ctx=ctx)
+
+
+def _refuse_empty_place(param: Any, value: Any, annotation: Any) -> None:
+    """Python takes an empty path for the current folder: a variable that the shell did not know would be answered about
+    whatever lies there."""
+    if "" not in (value if isinstance(value, (list, tuple)) else [value]):
+        return
+    metavar = param.metavar or ""
+    if Path in (annotation, *get_args(annotation)) or not {"FILE", "FOLDER"}.isdisjoint(metavar.split("|")):
+        said = metavar.split("|")[0] if param.param_type_name == "argument" else max(param.opts, key=len)
+        raise UsageError(f"{said} is empty", hint="is a variable in the command not set?")
 
 
 def _late(parameters: list[Any]) -> list[Any]:

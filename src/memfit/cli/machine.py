@@ -15,7 +15,7 @@ import typer
 from memfit.cli import output
 from memfit.cli.options import Json
 from memfit.errors import UsageError
-from memfit.files import continues_log, writing, written_whole
+from memfit.files import continues_log, when_read, writing, written_whole
 
 
 def watch(
@@ -78,7 +78,7 @@ def _csv(path: Path | None) -> Iterator[Callable[[list[list[Any]]], None]]:
 
     with writing(path, "--csv"):
         continues = continues_log(path, ",".join(CSV_COLUMNS), "log of memfit watch")
-    with writing(path, "--csv"), path.open("a", newline="", encoding="utf-8") as file:
+    with writing(path, "--csv"), open(path, "a", newline="", encoding="utf-8", opener=when_read) as file:
         writer = csv.writer(file)
         if not continues:
             writer.writerow(CSV_COLUMNS)

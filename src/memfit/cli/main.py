@@ -178,11 +178,13 @@ def _streams_are_open() -> bool:
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
     """Ctrl-C while a command runs, or a request to end: what has been begun is cleaned up. Amid an import it would be
-    swallowed by some package, or printed and forgotten; nothing that has to be finished has begun there, so the process
-    ends at once."""
+    swallowed by some package, or printed and forgotten: the process ends at once."""
     here = frame
     while here is not None:
         if here.f_code.co_filename.startswith("<frozen importlib"):
+            undo = getattr(sys.modules.get("memfit.files"), "undo_at_once", None)
+            if undo is not None and undo():
+                os.write(2, b"error: interrupted\n")
             _leave(signum)
         here = here.f_back
     _heard.append(signum)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated
@@ -127,15 +128,25 @@ def table(
     columns = ("bar", "count", "elapsed", "{task.description}")
     with output.bar(*columns, redirect_stdout=False) as tell, redirect_stdout(sys.stderr):
         made = make_table(
-            split_names(models or []) or MODELS,
-            split_names(workloads or []) or WORKLOADS,
-            split_names(gpus or []) or GPUS,
+            _names("--models", models, MODELS),
+            _names("--workloads", workloads, WORKLOADS),
+            _names("--gpus", gpus, GPUS),
             seq_len=seq_len,
             nsamples=nsamples,
             guides=guides,
             on_step=lambda what, done, total: tell(description=what, completed=done, total=total),
         )
     _write(made.to_json(), "json" if json else form or "terminal")
+
+
+def _names(flag: str, typed: list[str] | None, usual: Sequence[str]) -> Sequence[str]:
+    if typed is None:
+        return usual
+    if not (found := split_names(typed)):
+        raise UsageError(
+            f"{flag} is empty", hint=f"such as {flag} {','.join(usual[:2])}; without it: {','.join(usual)}"
+        )
+    return found
 
 
 def _write(document: dict[str, object], form: str) -> None:

@@ -26,14 +26,15 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from memfit.errors import InputError
-from memfit.files import folder_of_this_process, own_cache
+from memfit.files import folder_of_this_process, is_abandoned, own_cache, undone
 
 SPACE = "▁"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
@@ -151,18 +152,27 @@ def as_folder(path: Path, *, cache_dir: Path | None = None, say: Callable[[str],
         say(f"converting {path} once, to {folder}")
     try:
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        writing = Path(tempfile.mkdtemp(prefix=WRITING, dir=root))
+        _sweep(root)
+        writing = Path(tempfile.mkdtemp(prefix=f"{WRITING}{os.getpid()}-", dir=root))
     except OSError as error:
         raise InputError(f"cannot write to '{root}', where {path.name} is to be converted: {error.strerror}") from error
-    try:
-        _convert(path, writing)
-        (writing / COMPLETE).write_text(json.dumps({"sha256": digest, "file": path.name, "format": FORMAT}))
-        _take(writing, folder, digest)
-    except OSError as error:
-        raise InputError(f"cannot convert {path} in '{root}': {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(writing, ignore_errors=True)
+    with undone(partial(shutil.rmtree, writing, ignore_errors=True)):
+        try:
+            _convert(path, writing)
+            (writing / COMPLETE).write_text(json.dumps({"sha256": digest, "file": path.name, "format": FORMAT}))
+            _take(writing, folder, digest)
+        except OSError as error:
+            raise InputError(f"cannot convert {path} in '{root}': {error.strerror or error}") from error
     return folder
+
+
+def _sweep(root: Path) -> None:
+    """What conversions that were killed have left. Another may run at the same time."""
+    for left in root.glob(f"{WRITING}*"):
+        process = left.name.removeprefix(WRITING).partition("-")[0]
+        with suppress(OSError):
+            if process.isdecimal() and not left.is_symlink() and is_abandoned(left, int(process)):
+                shutil.rmtree(left)
 
 
 def _folder_for(path: Path, cache_dir: Path | None) -> tuple[Path, str]:

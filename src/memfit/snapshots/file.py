@@ -23,6 +23,7 @@ import pickle
 import pickletools
 import re
 import stat
+import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +62,8 @@ def load_plain(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Any:
     except Exception as error:  # whatever a damaged pickle or JSON text makes the parser raise
         why = "it nests too deeply" if isinstance(error, RecursionError) else f"it is damaged ({_short(error)})"
         raise cannot_read(path, why, _CUT_OFF) from error
+    if data.startswith(b"PK\x03\x04") and not zipfile.is_zipfile(io.BytesIO(data)):
+        raise cannot_read(path, "it begins as a trace does (a zip), and its end is missing", _CUT_OFF)
     what = "it is empty" if not data else "it is neither a pickle (protocol 2 to 5) nor JSON"
     raise cannot_read(path, what, _WRITERS)
 

@@ -390,7 +390,6 @@ def test_a_symbolic_link_is_followed_and_stays(memfit: Memfit, original: Path, t
     ("save", "said"),
     [
         ("/", "--save '/' is the root of all folders"),
-        ("", "--save is empty"),
         ("afile/x", "afile' is a file"),
         ("loop", "loop' is a symbolic link that leads nowhere"),
         ("loop/x", "loop' is a symbolic link that leads nowhere"),
@@ -405,6 +404,11 @@ def test_a_place_where_nothing_can_be_saved_is_refused_before_any_work(
     ended = memfit("prune", "--model", "no-model-is-looked-for", *LITTLE, "--save", save)
     assert (ended.code, said in ended.err, "such as --save pruned" in ended.err) == (2, True, True), ended.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["afile", "loop"]
+
+
+def test_no_folder_to_save_to_is_not_the_current_one() -> None:
+    with pytest.raises(library.UsageError, match="--save is empty"):
+        library.prune("no-model-is-looked-for", save="")
 
 
 def test_a_place_that_cannot_be_written_is_told(memfit: Memfit, original: Path, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import InputError, UsageError
-from memfit.files import to_disk, written_whole
+from memfit.files import to_disk, undone, written_whole
 from memfit.jobs.pruning.result import FILE, document_in, is_result
 from memfit.jobs.pruning.settings import PruneSettings
 from memfit.models.checkpoint import INDEX, WEIGHTS
@@ -343,14 +343,16 @@ def held(save: str | None, warn: Callable[[str], None]) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.with_name(f"{path.name}.partial.lock")
         descriptor = _locked(lock, save, warn)
-    try:
-        yield
-    finally:
+
+    def let_go() -> None:
         lock.unlink(missing_ok=True)  # while it is held: whoever has opened it meanwhile finds that it is gone
         os.close(descriptor)
         for folder in made:
             with suppress(OSError):  # something was saved there
                 folder.rmdir()
+
+    with undone(let_go):
+        yield
 
 
 def _locked(path: Path, said: str, warn: Callable[[str], None]) -> int:
