@@ -76,6 +76,11 @@ def test_a_wrong_flag_is_told_in_one_error(memfit: Memfit, flags: list[str], sai
 )
 def test_an_option_by_a_name_of_elsewhere_is_named_as_it_is_here(memfit: Memfit, typed: str, said: str) -> None:
     refused(memfit(*typed.split(), "--model", "gpt2"), said)
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
         (["report", ""], "FILE is empty"), (["explain", ""], "FILE is empty"), (["gate", ""], "FILE is empty"),
         (["plan", "batch", ""], "FILE is empty"), (["diff", "a.npz", ""], "B is empty"),
         (["export", "a.npz", "--to", "csv", "-o", ""], "--output is empty"),

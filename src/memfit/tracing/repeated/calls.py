@@ -320,7 +320,7 @@ def _shared_with_others(leaves: list[Any]) -> bool:
     doubtful = {place for place, ids in known.items() if torch._C._storage_Use_Count(place) > OWN_USES}
     if not doubtful:
         return False
-    others = (each for each in gc.get_objects() if isinstance(each, Tensor))
+    others = (each for each in gc.get_objects() if issubclass(type(each), Tensor))  # of proxies too
     return any((place := _place_of(each)) in doubtful and id(each) not in known[place] for each in others)
 
 
