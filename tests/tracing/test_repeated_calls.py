@@ -225,6 +225,10 @@ SETTINGS = {"wide": False}
 COUNT = [0]
 
 
+class Options:
+    wide = False
+
+
 class Reading(nn.Module):
     switched = False
 
@@ -244,15 +248,16 @@ class Reading(nn.Module):
 
 
 def is_wide() -> bool:
-    return SETTINGS["wide"]
+    return SETTINGS["wide"] or Options.wide
 
 
-@pytest.mark.parametrize("how", ["shared", "counts", "setting", "class", "closure"])
+@pytest.mark.parametrize("how", ["shared", "counts", "setting", "options", "class", "closure"])
 def test_a_call_that_depends_on_what_lies_outside_of_the_model_or_keeps_what_it_returns_is_run(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run() -> None:
         monkeypatch.setattr(Reading, "switched", False)
+        monkeypatch.setattr(Options, "wide", False)
         MAPS.clear()
         SETTINGS["wide"], COUNT[0] = False, 0
         model, keeps = Reading(how).cuda().eval(), False
@@ -269,6 +274,7 @@ def test_a_call_that_depends_on_what_lies_outside_of_the_model_or_keeps_what_it_
         with torch.no_grad():
             for i in range(40):
                 if i == 30:
+                    Options.wide = how == "options"
                     SETTINGS["wide"], Reading.switched, keeps = how == "setting", how == "class", how == "closure"
                 model(torch.ones(1024, 64, device="cuda"))
 

@@ -94,12 +94,17 @@ def _sign_of_cell(cell: Any) -> Any:
 
 
 def _sign_of_all(known: dict[str, Any]) -> Any:
-    return tuple([_sign_of_outer(value) for name, value in known.items() if isinstance(value, PLAIN)])
+    return tuple([_sign_of_outer(value) for value in known.values() if isinstance(value, (*SWITCHED, dict))])
 
 
 def _sign_of_outer(value: Any) -> Any:
-    """Of what can be switched; anything else, such as a model or a table of words, is what it is."""
+    """Of what can be switched, in objects and classes of settings too; a model or a table of words is what it is."""
     if isinstance(value, dict):
         return sign_of(value) if len(value) <= MOST_ENTRIES else (id(value), len(value))
     is_record = is_dataclass(value) and not isinstance(value, type)
-    return sign_of(value) if is_record or isinstance(value, SWITCHED) else id(value)
+    if is_record or isinstance(value, SWITCHED):
+        return sign_of(value)
+    inside = getattr(value, "__dict__", {})
+    if len(inside) > MOST_ENTRIES or isinstance(value, (torch.nn.Module, ModuleType, FunctionType)):
+        return id(value)
+    return id(value), *(sign_of(each) for each in inside.values() if isinstance(each, PLAIN))
